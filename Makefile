@@ -19,7 +19,8 @@ CORE := $(addprefix tests/patches/,test_patch_undo.py test_accelerate.py test_tr
 	models/test_image_masks.py models/test_vision_towers.py \
 	forward/test_compile_regions.py::test_the_model_that_regions_were_made_of_is_left_as_it_was) \
 	tests/parallel/test_ulysses.py tests/packing/test_sampler_accelerate.py \
-	tests/packing/test_trainer_columns.py tests/attention/test_traceable_operators.py \
+	tests/packing/test_trainer_ranks.py tests/packing/test_trainer_columns.py \
+	tests/attention/test_traceable_operators.py \
 	tests/verify/isolation/test_isolation_trainer.py
 SLOW_OF_CORE := bf16 recompilations compiled two_processes mixed_backends
 PYTEST_GPU_ARGS ?=

@@ -4,7 +4,7 @@
 |---|---|
 | `embed.py` | `embed`; `sentence_transformers_files.py` reads what sentence-transformers saved |
 | `trainers.py` | `patch_trainer` |
-| `trainer_callback.py` | the check of a batch's model and loader that every Trainer makes |
+| `trainer_callback.py` | every Trainer's check of a batch's model and loader; a dataset's epoch |
 | `lm_head.py` | `lm_head`: a model's head as a function of hidden states |
 | `api.py` | `patch_model`, `unpatch_model`, `patched` |
 | `verification.py` | the check of a model that `patch_model(verify=True)` makes |

@@ -1,4 +1,8 @@
-"""Refuses, as Trainer begins, a model or a loader that our collators' batches are not for."""
+"""What every Trainer does for our datasets and collators.
+
+It refuses, as it begins, a model or a loader that our collators' batches are not for, and gives
+`PackedDataset` its epoch.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel, TrainerCallback
 
 from flexvarlen.packing.collator import PackedCollator
+from flexvarlen.packing.dataset import PackedDataset
 from flexvarlen.packing.loader_pass import is_dispatched
 from flexvarlen.packing.prefixes import TreeCollator
 from flexvarlen.patches.models.families import BY_TYPE
@@ -25,11 +30,20 @@ def register_callback() -> None:
 
 
 class CollatorCallback(TrainerCallback):  # type: ignore[misc]
-    """Checks the model and the loader on all ranks, before one of them waits for another."""
+    """Checks the model and the loader on all ranks, before one of them waits for another.
+
+    It also tells a `PackedDataset` its epoch.
+    """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check what is trained."""
         _check(kwargs.get("model"), kwargs.get("train_dataloader"))
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the epoch: on several ranks, accelerate gives it to a random sampler alone."""
+        dataset = getattr(kwargs.get("train_dataloader"), "dataset", None)
+        if isinstance(dataset, PackedDataset):
+            dataset.set_epoch(int(state.epoch))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check what is evaluated: Trainer has no event before its first batch."""

@@ -1,5 +1,5 @@
 """What test_sampler_accelerate.py runs in one process, and in each of two: `BalancedSampler` under
-accelerate's loaders and Trainer. A case gives, or raises, what it got and what it should have.
+accelerate's loaders. A case gives, or raises, what it got and what it should have.
 
     STEPS: a list of steps, each the rows of all ranks.
 """
@@ -20,11 +20,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
-from tests.contract_training import documents, settings
-from tests.tiny_models import new_model
 from tests.two_processes import meet
 
 LENGTHS = [[i + 1] for i in range(11)]
@@ -214,56 +211,6 @@ def refusals(way: str) -> Pair:
     ], parts
 
 
-# ---- Trainer ----
-
-
-class SeeingTrainer(Trainer):
-    """Keeps the rows that it trains on, and their losses."""
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        tokens = inputs["input_ids"].tolist()
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self.seen = [*getattr(self, "seen", ()), (tokens, loss.item())]
-        return loss
-
-
-def trainer_resumes() -> Pair:
-    """From the first and a middle step of epochs 0, 1 and 2; and an epoch anew where told so."""
-    texts = documents()
-    packed = fv.pack([len(each) for each in texts], 64, strategy="in_order")
-    rows = [[texts[i] for i in row] for row in packed]
-    lengths = [[len(each) for each in row] for row in rows]
-
-    class Balanced(SeeingTrainer):
-        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            ranks = self.args.world_size
-            return fv.BalancedSampler(lengths, num_replicas=ranks, window=2)
-
-    def trained(checkpoint: int | None = None, **changes: Any) -> list[Any]:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        options = {"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 1}
-        options |= {"optim": "adamw_torch", "disable_tqdm": True, "logging_strategy": "no"}
-        trainer = Balanced(
-            fv.patch_model(new_model("qwen3"), "sdpa"),
-            TrainingArguments(**settings(folder, **options | changes)),
-            train_dataset=rows,
-            data_collator=fv.PackedCollator(total_tokens=64, capacity=8, max_seqlen_bound=64),
-        )
-        trainer.train(checkpoint and str(Path(folder) / f"checkpoint-{checkpoint}"))
-        return trainer.seen
-
-    folder = of_all_ranks(tempfile.mkdtemp())[0]
-    whole = trained(save_strategy="steps", save_steps=1)
-    steps = len(whole) // 3
-    stops = (1, steps, steps + 1, 2 * steps + 1)
-    got = [trained(stop) for stop in stops]
-    anew = trained(steps + 1, ignore_data_skip=True)
-    got.append([tokens for tokens, _ in anew])
-    again = [tokens for tokens, _ in whole[steps:-1]]  # it stops at the same number of steps
-    return of_all_ranks(got), of_all_ranks([*(whole[stop:] for stop in stops), again])
-
-
 # A pass without rows ends dispatching with an error of accelerate's, and what is loaded ahead by
 # workers nobody can count.
 NOT = {("dispatched", "state_of_a_whole_epoch"), ("workers", "checkpoints_of_accelerate")}
@@ -285,7 +232,7 @@ CASES: dict[str, Callable[[], Pair]] = {
     )
     for way in WAYS
     if (way, case.__name__) not in NOT
-} | {"trainer_resumes": trainer_resumes}
+}
 
 
 # A worker that is forked beside gloo's threads takes ten seconds and more to end.

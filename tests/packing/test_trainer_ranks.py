@@ -1,0 +1,73 @@
+"""Packed rows in Trainer on two ranks: the steps of one process, each row once, and resumed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from tests.packing.trainer_ranks import RESUMED, RUNS, dataset_of, examples, run, trained
+from tests.two_processes import start
+
+EXAMPLES = sorted(examples())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """STEPs of two processes: of each run, and of those that were resumed."""
+    folder = tmp_path_factory.mktemp("ranks")
+    start(run, folder)
+    return torch.load(folder / "made.pt", weights_only=False)
+
+
+@pytest.fixture
+def _accelerate_as_it_was(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("_accelerate_as_it_was")
+@pytest.mark.parametrize("name", RUNS)
+def test_steps_are_those_of_one_process(made, name, tmp_path):
+    steps, alone = made[0][name], trained(name, str(tmp_path))
+    assert len(steps) == len(alone) > 2
+    for number, ((ranks, loss), ((documents,), expected)) in enumerate(
+        zip(steps, alone, strict=True)
+    ):
+        assert [*ranks[0], *ranks[1]] == documents, number
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("stream")])
+def test_an_epoch_has_each_document_once(made, name):
+    steps = made[0][name]
+    half = len(steps) // 2
+    assert half * 4 == len(dataset_of(name))
+    for epoch in steps[:half], steps[half:]:
+        assert sorted(x for ranks, _ in epoch for batch in ranks for x in batch) == EXAMPLES
+
+
+def imbalance(steps):
+    """Of the slowest rank's attention to that of the mean."""
+    costs = torch.tensor(
+        [[sum(len(x) ** 2 for x in batch) for batch in ranks] for ranks, _ in steps]
+    ).double()
+    return float(costs.amax(1).sum() / costs.mean(1).sum())
+
+
+def test_ranks_have_equal_work(made):
+    balanced = imbalance(made[0]["balanced"])
+    assert balanced < 1.1
+    assert imbalance(made[0]["random"]) - 1 > 2 * (balanced - 1)
+    assert imbalance(made[0]["balanced-dispatched"]) == balanced
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resumed_steps_are_those_of_a_run_that_was_not_stopped(made, name):
+    steps, expected = made[1][name]
+    assert len(steps) > 1
+    assert steps == expected
