@@ -136,7 +136,10 @@ class PackedDataset(Dataset[list[Columns]]):
         return [self._document(piece) for piece in pieces.tolist()]
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle the documents for an epoch; accelerate's loaders, and so Trainer, call this."""
+        """Shuffle the documents, and with `rows_per_step` the rows. Trainer calls this.
+
+        accelerate's loaders do, unless there are several ranks and the sampler has its own epoch.
+        """
         self._epoch.fill_(at_least("epoch", epoch, 0))
 
     @property
