@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,7 +216,7 @@ def ddp_unpatched() -> dict[str, Any]:
 def sharded(model: Any, **options: Any) -> Any:
     """Each layer and the rest."""
     mesh = init_device_mesh("cpu", (WORLD,))
-    for layer in model.model.layers:
+    for layer in getattr(model.model, "language_model", model.model).layers:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -288,6 +289,23 @@ def fsdp2_decodes_and_is_unpatched() -> dict[str, Any]:
     with torch.no_grad():
         made["logits"] = model(prompt).logits
     return made
+
+
+# ---- each kind of model ----
+
+
+def of_kind(kind: str, wrap: Callable[[Any], Any]) -> dict[str, Any]:
+    """The first rank's row counts once, the second's three times: DDP and FSDP2 take the mean."""
+    from tests.patches.kinds import KINDS, row_of  # runs torch
+
+    inner = fv.patch_model(KINDS[kind].model(), "sdpa")
+    model = wrap(inner)  # DDP sums gradients for as long as it lives
+    loss = model(**row_of(kind)).loss * (1 + 2 * dist.get_rank())
+    loss.backward()
+    return {"loss": mean(loss), "gradients": gradients_of(inner)}
+
+
+KINDS = ("windows", "router loss", "longrope", "encoder", "images", "hybrid")
 
 
 # ---- FSDP1, accelerate's default ----
@@ -504,6 +522,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         trainer_dispatched_trees,
     )
 }
+CASES |= {f"ddp {kind}": partial(of_kind, kind, DistributedDataParallel) for kind in KINDS}
+CASES |= {f"fsdp2 {kind}": partial(of_kind, kind, sharded) for kind in KINDS}
 
 
 def run(rank: int, port: int, folder: str) -> None:

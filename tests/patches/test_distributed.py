@@ -9,7 +9,8 @@ import torch
 
 from tests.contract_oracle import Step, by_document, check_step
 from tests.oracle import assert_as_accurate
-from tests.patches.distributed_ranks import CASES, lora, run, samples
+from tests.patches.distributed_ranks import CASES, KINDS, lora, run, samples
+from tests.patches.kinds import assert_learned_alone
 from tests.tiny_models import batch_of, documents, new_model
 from tests.two_processes import WORLD, start
 
@@ -47,12 +48,21 @@ def step_of(made, case: str) -> Step:
     return Step(weights, first["loss"], gradients)
 
 
-OTHERS = {*LOW, "ddp_unpatched", *(name for name in CASES if name.startswith("trainer"))}
+OTHERS = {*LOW, "ddp_unpatched"}
+OTHERS |= {name for name in CASES if name.startswith("trainer") or name.endswith(KINDS)}
 
 
 @pytest.mark.parametrize("case", [x for x in CASES if x not in OTHERS])
 def test_gradients_are_those_of_one_process(made, case):
     check_step(step_of(made, case), plain_model(case), samples() if "trees" in case else DOCUMENTS)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_each_kind_of_model(made, kind, wrapper):
+    for rank in made[f"{wrapper} {kind}"]:
+        assert "failed" not in rank, rank["failed"]
+        assert_learned_alone(kind, rank["loss"], rank["gradients"], times=2)
 
 
 def test_a_model_that_is_not_patched_fails_the_oracle(made):

@@ -1,0 +1,67 @@
+"""Every kind of model under checkpointing, in Trainer and in TRL's SFT learns as documents alone.
+
+What each kind does by itself is tested elsewhere: docs/compatibility.md says where.
+"""
+
+from __future__ import annotations
+
+import pytest
+from transformers import Trainer, TrainingArguments
+
+import flexvarlen as fv
+from tests.contract_training import recorded, settings
+from tests.patches.kinds import (
+    CAUSAL_TEXT,
+    KINDS,
+    assert_learned_alone,
+    examples,
+    gradients_of,
+    row_of,
+)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:flexvarlen. recurrent layers run one document after another"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_checkpointing(kind):
+    model = fv.patch_model(KINDS[kind].model(), "sdpa")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    loss = model(**row_of(kind)).loss
+    loss.backward()
+    assert_learned_alone(kind, loss.detach(), gradients_of(model))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainer(kind, tmp_path):
+    """By PackedCollator, which has no columns of images."""
+    dataset, collate = examples(kind), fv.PackedCollator(next_token_labels=kind != "encoder")
+    if kind == "images":
+        dataset, collate = [{"input_ids": [0]}] * 6, lambda _: row_of(kind)
+    arguments = settings(tmp_path, max_steps=1, per_device_train_batch_size=6)
+    trainer, recorder = recorded(
+        Trainer,
+        model=fv.patch_model(KINDS[kind].model(), "sdpa"),
+        args=TrainingArguments(**arguments),
+        train_dataset=dataset,
+        data_collator=collate,
+    )
+    trainer.train()
+    (step,) = recorder.steps
+    assert_learned_alone(kind, step.loss, step.gradients)
+
+
+@pytest.mark.parametrize("kind", CAUSAL_TEXT)
+def test_sft_of_trl(kind, tmp_path):
+    """The loss of a router too, which TRL adds by itself."""
+    pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
+    from tests.patches.test_trl import PADDING_FREE, sft
+
+    ids = {"input_ids": [each["input_ids"] for each in examples(kind)]}
+    sizes = {"max_steps": 1, "per_device_train_batch_size": 6}
+    model = fv.patch_model(KINDS[kind].model(), "sdpa")
+    trainer, recorder, _ = sft(model, tmp_path, dataset=ids, **PADDING_FREE, **sizes)
+    trainer.train()
+    (step,) = recorder.steps
+    assert_learned_alone(kind, step.loss, step.gradients)
