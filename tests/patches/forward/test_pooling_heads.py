@@ -119,6 +119,7 @@ def one_by_one_logits(model):
         *(("llama", form) for form in FORMS),
         *(("roberta", form) for form in FORMS),
         *((kind, "packed_layout") for kind in ("qwen3", "bert", "modernbert")),
+        *((kind, "packed_layout") for kind in ("qwen3_windows", "phi3", "qwen3_5_text")),
     ],
 )
 def test_a_classifier_gives_a_row_per_document(kind, form):
@@ -139,6 +140,15 @@ def test_padding_between_documents_has_no_row(side):
         fv.patch_model(model, "sdpa")
         logits = model(batch.ids, attention_mask=batch.document_ids).logits
     torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_a_classifier_whose_router_has_a_loss():
+    """It classifies documents; transformers adds the router's loss to next tokens alone."""
+    model = classifier("mixtral", output_router_logits=True)
+    alone = one_by_one_logits(model)
+    out = fv.patch_model(model, "sdpa")(BATCH.ids, **FORMS["packed_layout"], labels=LABELS)
+    torch.testing.assert_close(out.logits, alone, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(alone, LABELS))
 
 
 def test_a_classifier_s_gradients():
