@@ -103,6 +103,9 @@ def layout_of_pooling_head(forward: ForwardInputs) -> tuple[PackedLayout, Padded
     Returns:
         No batch if a mask shows that each row holds one document already.
 
+    Raises:
+        NotImplementedError: rows of several documents with images.
+
     Reads the device, and breaks a compiled graph.
     """
     layout = forward.find_layout()
@@ -110,6 +113,12 @@ def layout_of_pooling_head(forward: ForwardInputs) -> tuple[PackedLayout, Padded
         if forward.packs and forward.reads_first_token:
             refuse_hidden_first_token(layout, forward.batch)
         return layout, None
+    if forward.parts.vision_name and forward.has_images:
+        raise NotImplementedError(
+            "rows of several documents must hold text alone where a head gives one output per "
+            f"document, got images for {type(forward.module).__name__}; pass one document per row, "
+            "or patch and call the base model."
+        )
     without_ids = forward.inputs.get("input_ids") is None
     return layout, pad_documents(layout, pads_left=forward.parts.causal and without_ids)
 

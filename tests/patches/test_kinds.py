@@ -6,6 +6,8 @@ What each kind does by itself is tested elsewhere: docs/compatibility.md says wh
 from __future__ import annotations
 
 import pytest
+import torch
+from accelerate.utils import compile_regions
 from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
@@ -31,6 +33,17 @@ def test_gradient_checkpointing(kind):
     loss = model(**row_of(kind)).loss
     loss.backward()
     assert_learned_alone(kind, loss.detach(), gradients_of(model))
+
+
+def test_layers_compiled_one_by_one():
+    """Of images and their text; other kinds have tests of whole graphs."""
+    torch._dynamo.reset()
+    model = compile_regions(KINDS["images"].model(), backend="eager")
+    loss = fv.patch_model(model, "sdpa")(**row_of("images")).loss
+    loss.backward()
+    gradients = {name.replace("_orig_mod.", ""): x for name, x in gradients_of(model).items()}
+    assert_learned_alone("images", loss.detach(), gradients)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForSequenceClassification
 
 import flexvarlen as fv
 from tests import forms
 from tests.oracle import assert_as_accurate
-from tests.tiny_models import new_model
+from tests.tiny_models import config_of, new_model
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 IMAGE, _, BEGIN, END = (90, 91, 92, 93)
@@ -183,6 +185,35 @@ def test_positions_that_tell_no_documents(case):
     inputs = {**inputs_of(documents()), **make(one_by_one("qwen2_5_vl", torch.float64)[3])}
     with pytest.raises(ValueError, match=words):
         model(**inputs)
+
+
+def test_a_classifier_of_images():
+    """One document per row has its images; packed rows may hold text alone."""
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config_of("qwen3_5", num_labels=2))
+    model.eval()
+    some, texts = documents()[:2], [x.ids[x.types == 0] for x in documents()]
+
+    @torch.no_grad()
+    def logits(**inputs):
+        model.model.rope_deltas = None  # of the document before
+        return model(**inputs).logits
+
+    alone = torch.cat([logits(**inputs_of([x])) for x in some])
+    texts_alone = torch.cat([logits(input_ids=x[None]) for x in texts])
+    fv.patch_model(model, "sdpa")
+    row = {**inputs_of(documents()), "packed_layout": layout()}
+    with pytest.raises(NotImplementedError, match="must hold text alone"):
+        logits(**row)
+    padded = {
+        "input_ids": pad_sequence([x.ids for x in some], batch_first=True),
+        "mm_token_type_ids": pad_sequence([x.types for x in some], batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(x.ids) for x in some], batch_first=True),
+    }
+    torch.testing.assert_close(logits(**{**inputs_of(some), **padded}), alone)
+    text_layout = fv.PackedLayout.from_lengths([len(x) for x in texts])
+    found = logits(input_ids=torch.cat(texts)[None], packed_layout=text_layout)
+    torch.testing.assert_close(found, texts_alone)
 
 
 @pytest.mark.parametrize("name", KINDS)
