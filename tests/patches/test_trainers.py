@@ -224,7 +224,7 @@ OF_TEXT = ("qwen3_windows", "phi3", "qwen3_5_text")
 )
 @pytest.mark.sampled(5)
 def test_each_kind_of_model(make, kind, tmp_path):
-    """No text reaches phi3's long frequencies, which a padded batch has for all rows or for none."""
+    """No text reaches phi3's long frequencies, which a padded batch has for all rows or none."""
     check_run(make, {"kind": kind, "learning_rate": 0.01}, tmp_path)
 
 
