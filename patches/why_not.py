@@ -26,6 +26,10 @@ ROUTER_LOGITS = (
     "logits do not match the batch's mask, got True; turn the auxiliary loss off, or call "
     "patch_model without unpad=True."
 )
+ROUTER_LOGITS_OF_A_SHARD = (
+    "output_router_logits must be False under sequence_parallel_group, got True: the auxiliary "
+    "loss of a shard is not part of the row's; set it to False in the config."
+)
 
 
 def why_not_class(
@@ -218,6 +222,8 @@ def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
             "sequence_parallel_group is not supported with recurrent layers, whose state would "
             "have to pass from rank to rank; leave it out."
         )
+    if getattr(parts.config, "output_router_logits", False):
+        return ROUTER_LOGITS_OF_A_SHARD
     reason = None
     if not all(kind.causal for kind in parts.kinds):
         reason = "is an encoder, whose losses are means over the tokens of a rank"

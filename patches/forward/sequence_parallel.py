@@ -20,6 +20,7 @@ from flexvarlen.parallel import shard_tokens
 from flexvarlen.patches.forward.heads import user_loss
 from flexvarlen.patches.forward.inputs import CACHE_NAMES
 from flexvarlen.patches.models.layers import LayerKind
+from flexvarlen.patches.why_not import ROUTER_LOGITS_OF_A_SHARD
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,10 +93,7 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
     if inputs.get("labels") is not None:
         _check_loss(forward.module, inputs)
     if forward.returns_router_logits:
-        raise NotImplementedError(
-            "output_router_logits must be False under sequence_parallel_group, got True: the "
-            "auxiliary loss of a shard is not part of the row's; set it to False in the config."
-        )
+        raise NotImplementedError(ROUTER_LOGITS_OF_A_SHARD)
     if inputs.get("position_ids") is None:
         inputs["position_ids"] = shard_tokens(layout.position_ids(), group)[None]
 

@@ -177,6 +177,7 @@ REFUSED = {
     "encoder": "a model with sequence_parallel_group must be causal",
     "images": "a model with sequence_parallel_group must be causal",
     "longrope": "a model with sequence_parallel_group must be causal",
+    "auxiliary loss in the config": "output_router_logits must be False",
     "heads": "num_heads must be a multiple of the",
     "group": "sequence_parallel_group must be a torch.distributed ProcessGroup",
 }
@@ -222,6 +223,7 @@ def refused(ranks: int) -> dict[str, str]:
         "encoder": lambda: patch("bert"),
         "images": lambda: patch("qwen2_vl"),
         "longrope": lambda: patch("phi3"),
+        "auxiliary loss in the config": lambda: patch("mixtral", output_router_logits=True),
         "heads": lambda: patch("llama", num_attention_heads=3, num_key_value_heads=3),
         "group": lambda: patch("llama", "sp"),
     }
