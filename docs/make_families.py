@@ -24,7 +24,8 @@ def verified() -> str:
         key = (family.has, family.needs, family.task, by_name)
         alike.setdefault(key, []).append(f"{family.name} (`{family.model_type}`)")
     rows = [[", ".join(names), *key] for key, names in alike.items()]
-    return markdown(["families", "have", "notes", "AutoModelFor", "by name"], rows)
+    table = markdown(["families", "have", "notes", "AutoModelFor", "by name"], rows)
+    return f"{table}\n\nWhat works with which kind of model: [compatibility](compatibility.md)."
 
 
 def stateful() -> str:

@@ -305,7 +305,7 @@ def of_kind(kind: str, wrap: Callable[[Any], Any]) -> dict[str, Any]:
     return {"loss": mean(loss), "gradients": gradients_of(inner)}
 
 
-KINDS = ("windows", "router loss", "longrope", "encoder", "images", "hybrid")
+KINDS = ("windows", "MoE, router loss", "longrope", "encoder", "images", "hybrid")
 
 
 # ---- FSDP1, accelerate's default ----

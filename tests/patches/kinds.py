@@ -40,7 +40,7 @@ ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 KINDS = {
     "dense": Kind("qwen3"),
     "windows": Kind("qwen3_windows"),
-    "router loss": Kind("mixtral", ROUTER_LOSS),
+    "MoE, router loss": Kind("mixtral", ROUTER_LOSS),
     "longrope": Kind("phi3"),
     "encoder": Kind("modernbert"),
     "images": Kind("qwen2_5_vl"),
@@ -70,7 +70,7 @@ def row_of(kind: str) -> dict[str, Any]:
 def alone(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of the unpatched model, each document in a forward of its own."""
     family, order = KINDS[kind].family, one_row().order
-    if kind == "router loss":
+    if kind == "MoE, router loss":
         loss, _, gradients = router.apart(family, one_row())
     elif kind == "images":
         _, loss, gradients, _ = vision.one_by_one(family, torch.float64)

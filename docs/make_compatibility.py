@@ -1,0 +1,89 @@
+"""docs/compatibility.md, from the tests and refusals of tests/compatibility.py.
+
+python docs/make_compatibility.py             # writes the page
+python docs/make_compatibility.py --check     # exit code 1 if it would change
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from flexvarlen.report.table import markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # run as a script, it finds no tests/
+
+from tests.compatibility import ASKED, FEATURES, MEANING, TRAINERS, Column, cell  # noqa: E402
+from tests.patches.kinds import KINDS  # noqa: E402
+
+PAGE = ROOT / "docs" / "compatibility.md"
+
+HEAD = """\
+# Compatibility
+
+Rows are kinds of models, columns what you may ask of them;
+[what each name means](#what-the-names-mean) stands below. A `yes` links to the test that
+holds it; point at it to see the test's name. A `no` has the number of the [sentence](#why-not)
+that the code raises. A dash: encoders do not predict next tokens.
+
+`python docs/make_compatibility.py` makes this page from the tests that
+[tests/compatibility.py](../tests/compatibility.py) names, and from what `patch_model` answers for
+tiny models. The tests run such models on a CPU, and compare them with each document alone or with
+the padded run; `make test` runs a sample of some, `make test-all` runs all. Every family on every
+backend is in [leaks](benchmarks/leaks.md), kernels are in [backends](backends.md).
+"""
+
+
+def table(columns: Mapping[str, Column], reasons: list[str]) -> str:
+    """Kinds of models by what is asked for; reasons that are new are added to the list."""
+    rows = []
+    for kind in KINDS:
+        cells = [f"**{kind}**"]
+        for column in columns:
+            test, why = cell(kind, column)
+            if test is not None:
+                file, _, name = test.partition("::")
+                cells.append(f'[yes](../tests/{file} "{name}")')
+                continue
+            if why is None:
+                cells.append("–")
+                continue
+            if why not in reasons:
+                reasons.append(why)
+            cells.append(f"[no: {reasons.index(why) + 1}](#why-not)")
+        rows.append(cells)
+    return markdown(["", *columns], rows)
+
+
+def made() -> str:
+    """The page."""
+    reasons: list[str] = []
+    tables = [table(FEATURES, reasons), table(TRAINERS, reasons)]
+    meanings = [f"- **{name}**: {means}." for name, means in {**MEANING, **ASKED}.items()]
+    parts = [
+        HEAD,
+        "## Features\n",
+        tables[0],
+        "\n## Trainers\n",
+        tables[1],
+        "\n## Why not\n",
+        *(f"{number}. {why}" for number, why in enumerate(reasons, 1)),
+        "\n## What the names mean\n",
+        *meanings,
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or check it."""
+    page = made()
+    if "--check" in arguments:
+        return int(PAGE.read_text(encoding="utf-8") != page)
+    PAGE.write_text(page, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,292 @@
+"""What goes with what: for each kind of model and each thing asked of it, a test or a refusal.
+
+`python docs/make_compatibility.py` makes docs/compatibility.md of it. What `patch_model` refuses is
+asked of its own `why_not`, for a tiny model of each kind: such a cell needs no entry here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from transformers import Trainer
+
+import flexvarlen as fv
+from flexvarlen.patches.parts import ModelParts
+from flexvarlen.patches.state import Settings
+from flexvarlen.patches.why_not import why_not, why_not_class
+from tests.patches.kinds import KINDS, row_of
+
+MEANING = {
+    "dense": "full attention in every layer, as in Llama and Qwen3",
+    "windows": "layers with a sliding window, as in Gemma and Mistral",
+    "MoE, router loss": "a mixture of experts with `output_router_logits=True`; without it "
+    "nothing is refused. TRL's trainers of policies turn it on unless `router_aux_loss_coef=0.0`",
+    "longrope": "rotary frequencies that depend on how long a document is, as in Phi-3 of 128K",
+    "encoder": "attention in both directions, as in BERT and ModernBERT",
+    "images": "text with images, as in Qwen2.5-VL",
+    "hybrid": "recurrent layers beside attention, as in Qwen3.5; Mamba-2 alone refuses unpad too",
+}
+"""What each kind of model is, by its name in `KINDS`."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """What a user asks for.
+
+    Attributes:
+        tests: by kind, "file::function[parameters]" below tests/; `*` stands for anything.
+        settings: the arguments of `patch_model` with which it is asked for.
+        raises: by kind, a call that raises why not, where others than `patch_model` say it.
+    """
+
+    tests: Mapping[str, str]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    raises: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+
+
+def each(pattern: str, names: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A test of many kinds, whose name there replaces `{}`; default: of all, by their own names."""
+    names = {kind: kind for kind in KINDS} if names is None else names
+    return {kind: pattern.format(name) for kind, name in names.items()}
+
+
+def families(*kinds: str) -> dict[str, str]:
+    """Names of these kinds in the tests of families."""
+    return {kind: KINDS[kind].family for kind in kinds}
+
+
+TEXT = ("dense", "windows", "longrope", "hybrid")
+UNPAD: dict[str, Any] = {"unpad": True}
+SHARED: dict[str, Any] = {"unpad": True, "share_prefixes": True}
+RANKS: dict[str, Any] = {"sequence_parallel_group": object()}
+
+ON_ROWS = "patches/forward/test_packed_models.py::test_packed_equals_one_by_one"
+ON_FAMILIES = "patches/models/test_families.py::"
+ON_IMAGES = "patches/models/test_vision_families.py::"
+ON_ENCODERS = "patches/models/test_encoders.py::"
+ON_ROUTER = "patches/forward/test_router_logits.py::"
+ON_RANKS = "parallel/test_ulysses.py::test_a_model_on_shards_trains_as_on_whole_rows"
+
+
+def classify_images() -> None:
+    """Of packed rows."""
+    from transformers import AutoModelForSequenceClassification
+
+    from tests.tiny_models import config_of
+
+    model = AutoModelForSequenceClassification.from_config(config_of("qwen3_5"))
+    batch = {name: x for name, x in row_of("images").items() if name != "labels"}
+    fv.patch_model(model, "sdpa")(**batch)
+
+
+def sft_of_images() -> None:
+    """Padding-free: what TRL says."""
+    import datasets
+    import trl
+    from transformers import ProcessorMixin
+
+    from tests.contract_training import settings
+    from tests.patches.test_trl import PADDING_FREE, PLAIN, tokenizer
+
+    class Processor(ProcessorMixin):
+        def __init__(self) -> None:
+            self.tokenizer = tokenizer()
+
+    trl.SFTTrainer(
+        model=fv.patch_model(KINDS["images"].model(), "sdpa"),
+        args=trl.SFTConfig(**settings(tempfile.mkdtemp(), **PLAIN, **PADDING_FREE)),
+        train_dataset=datasets.Dataset.from_dict({"images": [[None]], "messages": [[]]}),
+        processing_class=Processor(),
+    )
+
+
+def train_with_router_loss() -> None:
+    """As TRL's trainers of policies do where a config has `output_router_logits`."""
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.model_init, trainer.aux_loss_enabled = None, True
+    fv.patch_trainer(trainer)
+
+
+FEATURES = {
+    "packed": Column(
+        {
+            **each(ON_ROWS + "[{}-*]", families("dense", "windows")),
+            "MoE, router loss": ON_ROUTER
+            + "test_loss_and_gradients_are_those_of_the_documents[mixtral-cu_seq_lens]",
+            **each(
+                ON_FAMILIES + "test_packed_equals_one_by_one[left_padding_packed-{}]",
+                families("longrope", "hybrid"),
+            ),
+            "encoder": ON_ENCODERS + "test_packed_equals_one_by_one[modernbert-*]",
+            "images": ON_IMAGES + "test_packed_equals_one_by_one[qwen2_5_vl-*]",
+        },
+    ),
+    "unpad": Column(
+        {
+            **each(
+                "patches/forward/test_unpad.py::test_loss_of_a_language_model[{}-*]",
+                {**families("dense", "encoder", "hybrid"), "windows": "gemma2"},
+            ),
+            "longrope": "patches/forward/test_unpad.py::test_longrope_frequencies_of_each_document",
+        },
+        UNPAD,
+    ),
+    "shared prefixes": Column(
+        each(
+            "patches/forward/test_share_prefixes.py::"
+            "test_loss_and_gradients_are_the_padded_run_s[{}-*]",
+            {"dense": "qwen3", "windows": "gemma2"},
+        ),
+        SHARED,
+    ),
+    "heads": Column(
+        {
+            **each(
+                "patches/forward/test_pooling_heads.py::"
+                "test_a_classifier_gives_a_row_per_document[{}-packed_layout]",
+                families(*TEXT, "encoder"),
+            ),
+            "MoE, router loss": "patches/forward/test_pooling_heads.py::"
+            "test_a_classifier_whose_router_has_a_loss",
+        },
+        raises={"images": classify_images},
+    ),
+    "checkpointing": Column(each("patches/test_kinds.py::test_gradient_checkpointing[{}]")),
+    "compiled": Column(
+        {
+            "dense": "patches/forward/test_compiled_models.py::"
+            "test_one_graph_for_any_documents_in_inductor[*]",
+            "windows": "patches/forward/test_compiled_models.py::"
+            "test_one_graph_for_any_documents[*]",
+            "MoE, router loss": ON_ROUTER + "test_in_one_graph[mixtral-*]",
+            "longrope": ON_FAMILIES + "test_one_graph_for_any_documents[phi3]",
+            "encoder": ON_ENCODERS + "test_one_graph_for_any_documents[modernbert]",
+            "images": "patches/test_kinds.py::test_layers_compiled_one_by_one",
+            "hybrid": "patches/forward/test_recurrent_layers.py::"
+            "test_compiled_with_breaks_at_the_loop[qwen3_5_text]",
+        },
+    ),
+    **{
+        name: Column(
+            {
+                **each(
+                    "patches/test_distributed.py::test_gradients_of_each_kind_of_model[{}-"
+                    f"{name.lower()}]"
+                ),
+                "dense": "patches/test_distributed.py::test_gradients_are_those_of_one_process"
+                f"[{name.lower()}]",
+            },
+        )
+        for name in ("DDP", "FSDP2")
+    },
+    "row over ranks": Column(
+        {"dense": f"{ON_RANKS}[ddp]", "windows": f"{ON_RANKS}[softcap_and_windows]"},
+        RANKS,
+    ),
+    "generation": Column(
+        {
+            **each(
+                "patches/attention/test_generate.py::test_generates_the_same_tokens[{}-*]",
+                {"dense": "qwen3", "windows": "qwen3_windows"},
+            ),
+            "MoE, router loss": ON_ROUTER + "test_generates_as_before[mixtral]",
+            **each(
+                ON_FAMILIES + "test_generates_as_the_unpatched_model[{}]",
+                families("longrope", "hybrid"),
+            ),
+            "images": ON_IMAGES + "test_generates_from_images_as_the_unpatched_model[qwen2_5_vl]",
+        },
+    ),
+}
+
+
+def padded_trainer(name: str) -> Column:
+    """A column of TRL's trainers that pad."""
+    test = "patches/test_trainers.py::test_each_kind_of_model"
+    of_dense = {"reward": "reward_checkpointing", "dpo": "dpo_*", "kto": "kto", "grpo": "grpo_*"}
+    kinds = ("windows", "longrope", "hybrid", *(("encoder",) if name == "reward" else ()))
+    dense = "patches/test_trainers.py::test_a_run_learns_what_the_padded_one_learns"
+    tests = {
+        "dense": f"{dense}[{of_dense[name]}]",
+        **each(f"{test}[{name}-{{}}]", families(*kinds)),
+    }
+    raises = {} if name == "reward" else {"MoE, router loss": train_with_router_loss}
+    return Column(tests, UNPAD, raises)
+
+
+TRAINERS = {
+    "Trainer": Column(each("patches/test_kinds.py::test_trainer[{}]")),
+    "SFT": Column(
+        each(
+            "patches/test_kinds.py::test_sft_of_trl[{}]",
+            {kind: kind for kind in (*TEXT, "MoE, router loss")},
+        ),
+        raises={"images": sft_of_images},
+    ),
+    "Reward": padded_trainer("reward"),
+    "DPO": padded_trainer("dpo"),
+    "KTO": padded_trainer("kto"),
+    "GRPO": padded_trainer("grpo"),
+}
+COLUMNS = {**FEATURES, **TRAINERS}
+ASKED = {
+    "packed": "rows of many documents, forward and backward",
+    "unpad": "`unpad=True`, a padded batch in and out, a packed row inside",
+    "shared prefixes": "`unpad=True, share_prefixes=True`, a prompt once for all its answers",
+    "heads": "classification and reward models, one output for each document",
+    "checkpointing": "gradient checkpointing, not reentrant",
+    "compiled": "`torch.compile`; images layer by layer, and hybrids with graph breaks on a CPU",
+    "DDP, FSDP2": "torch's own, on two processes",
+    "row over ranks": "`sequence_parallel_group`, one row on two processes",
+    "generation": "`generate` of a patched model",
+    "Trainer": "transformers' Trainer on packed rows, of images by a collator of one's own",
+    "SFT": "TRL's SFTTrainer with `padding_free=True`",
+    "Reward, DPO, KTO, GRPO": "TRL's trainers after `fv.patch_trainer`, against their padded runs",
+}
+"""What the columns mean."""
+
+NO_NEXT_TOKEN = ("generation", "SFT", "DPO", "KTO", "GRPO")
+"""What nobody asks of an encoder."""
+
+
+def refusal(kind: str, column: str) -> str | None:
+    """Why a kind of model cannot have what a column asks for, in the code's words; or None."""
+    asked = COLUMNS[column]
+    if kind not in asked.raises:
+        model, settings = _model(kind), Settings(**{**_DEFAULTS, **asked.settings})
+        why = why_not_class(type(model), model.config, settings)
+        return why or why_not(ModelParts.of(model), settings)
+    try:
+        asked.raises[kind]()
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+    raise AssertionError(f"{column} of {kind} does not raise any more: name its test instead.")
+
+
+@cache
+def _model(kind: str) -> Any:
+    return KINDS[kind].model()
+
+
+_ARGUMENTS = inspect.signature(fv.patch_model).parameters
+_DEFAULTS = {name: argument.default for name, argument in _ARGUMENTS.items() if name != "model"}
+
+
+def cell(kind: str, column: str) -> tuple[str | None, str | None]:
+    """The test that holds a combination, or the sentence that refuses it.
+
+    Raises:
+        AssertionError: both, or neither though a user may ask.
+    """
+    test, why = COLUMNS[column].tests.get(kind), refusal(kind, column)
+    asked = kind != "encoder" or column not in NO_NEXT_TOKEN
+    assert (test is not None) + (why is not None) == asked, (
+        f"{column} of {kind} must be tested or refused, got test {test} and refusal {why!r}; "
+        "correct tests/compatibility.py, or write the test."
+    )
+    return test, why
