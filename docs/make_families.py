@@ -7,6 +7,7 @@ python docs/make_families.py --check     # exit code 1 if it would change
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 from flexvarlen.patches.models.families import FAMILIES
@@ -17,15 +18,21 @@ PAGE = Path(__file__).resolve().parent / "families.md"
 
 
 def verified() -> str:
-    """The verified families; those of equal features share a row."""
-    alike: dict[tuple[str, ...], list[str]] = {}
+    """The verified families; those of equal features share a row, common notes are said once."""
+    notes = Counter(note for family in FAMILIES for note in family.needs.split("; "))
+    common = [note for note, count in notes.items() if note and count > 2]
+    alike: dict[tuple[str, str], list[str]] = {}
     for family in FAMILIES:
-        by_name = "yes" if family.by_name_alone else "no"
-        key = (family.has, family.needs, family.task, by_name)
-        alike.setdefault(key, []).append(f"{family.name} (`{family.model_type}`)")
+        own = "; ".join(note for note in family.needs.split("; ") if note not in common)
+        alike.setdefault((family.has, own), []).append(f"{family.name} (`{family.model_type}`)")
     rows = [[", ".join(names), *key] for key, names in alike.items()]
-    table = markdown(["families", "have", "notes", "AutoModelFor", "by name"], rows)
-    return f"{table}\n\nWhat works with which kind of model: [compatibility](compatibility.md)."
+    sentences = " ".join(f"{note[0].upper()}{note[1:]}." for note in common)
+    return f"{markdown(['families', 'have', 'notes'], rows)}\n\n{sentences}"
+
+
+def patched() -> str:
+    """The model types that `attn_implementation` alone does not serve."""
+    return ", ".join(f"`{family.model_type}`" for family in FAMILIES if not family.by_name_alone)
 
 
 def stateful() -> str:
@@ -33,11 +40,10 @@ def stateful() -> str:
     by_state: dict[str, list[str]] = {}
     for model_type, state in STATEFUL.items():
         by_state.setdefault(state.rstrip(","), []).append(f"`{model_type}`")
-    rows = [[state, ", ".join(types)] for state, types in by_state.items()]
-    return markdown(["runs over the row", "model types"], rows)
+    return "\n".join(f"- {state}: {', '.join(types)}" for state, types in by_state.items())
 
 
-SECTIONS = {"verified": verified, "stateful": stateful}
+SECTIONS = {"verified": verified, "patched": patched, "stateful": stateful}
 
 
 def made(page: str) -> str:

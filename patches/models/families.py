@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from flexvarlen.patches.models.unsupported import why_not_supported
 
-_MOE = "experts see tokens one by one: no leak; an auxiliary loss sums over the batch by design"
+_MOE = "experts see tokens one by one: no leak; their auxiliary loss sums over the batch by design"
 _BY_TYPE = "each layer type gets its own backend and mask"
 _VISION = "rotary positions in time, height and width; a vision tower"
 _VISION_NEEDS = (
-    "boundaries come from the text's own positions or explicitly; each frame of an image is a "
-    "document of the vision tower"
+    "with images, boundaries come from the text's own positions or explicitly; each frame of an "
+    "image is a document of the vision tower"
 )
 _DELTA = "gated delta rule and short convolution in three of four layers"
 _MAMBA = "Mamba-2 layers"
@@ -25,7 +25,7 @@ _SCALED = "queries are scaled by position"
 _POSITION = "positions count inside a document"
 _TEXT_ALONE = "text alone: batches with images or mm_token_type_ids are refused"
 _ENCODER = "bidirectional attention"
-_OWN_LABELS = "no label is masked; poolers and classifiers give a row for each document"
+_OWN_LABELS = "encoders mask no label; poolers and classifiers give a row for each document"
 
 NOT_PATCHED = (
     "got an unpatched model with our attn_implementation (perhaps a reference model); call "
