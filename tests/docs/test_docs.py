@@ -33,13 +33,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.md")) + sorted((ROOT / "examples")
 RUN = [page for page in DOCS if "benchmarks" not in page.as_posix()]
 
 NEEDS = re.compile(r"# needs a (GPU|download)")
-NOT_RUN = {
-    "packing.md": 1,
-    "several-gpus.md": 1,
-    "quick-start.md": 2,
-    "preference.md": 1,
-    "embeddings.md": 1,
-}
+NOT_RUN = {"packing.md": 1, "quick-start.md": 2, "preference.md": 1, "embeddings.md": 1}
 """How many blocks of a page say in their first line that they need a GPU or a download."""
 
 
