@@ -93,8 +93,7 @@ FAMILIES: tuple[Family, ...] = (
         "Phi-3",
         "phi3",
         "sliding windows; `longrope` in the long-context models",
-        "under longrope each document has the frequencies of its own length (and of the padding on "
-        "its left, where rows hold one document each); `patch_model` only",
+        "under longrope each document has the frequencies of its own length; `patch_model` only",
     ),
     Family(
         "gpt-oss",
