@@ -1,0 +1,1 @@
+"""Records as JSON lines, and the tables, figures and pages that are made from them."""

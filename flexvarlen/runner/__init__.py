@@ -1,0 +1,1 @@
+"""Resumable runs of frozen cases: each gives records, and a kill loses the case in flight."""
