@@ -38,6 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 INSTALLED := .venv/.installed
 DEV := .venv/.dev
+DOCS := .venv/.docs
 # An environment over .venv, whose torch it uses: what is installed into it comes first.
 OVER := import pathlib, sysconfig, sys; pathlib.Path(sysconfig.get_path("purelib"), "base.pth") \
 	.write_text(f"import site; site.addsitedir({sys.argv[1]!r})")
@@ -56,15 +57,15 @@ quietly = $(2) >"$(CURDIR)/build/dist/$(1).log" 2>&1 || { cat "$(CURDIR)/build/d
 WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-evidence test-all test-newest test-oldest test-gpu test-external fuzz lint notebooks dist bench report clean
+.PHONY: help demo test test-evidence test-all test-newest test-oldest test-gpu test-external fuzz lint notebooks docs dist bench report clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-$(INSTALLED) $(DEV): pyproject.toml constraints.txt
-	@echo "Installing flexvarlen$(if $(filter $(DEV),$@), and the tools of its tests) into .venv (a minute or two) ..."
+$(INSTALLED) $(DEV) $(DOCS): pyproject.toml constraints.txt
+	@echo "Installing flexvarlen$(if $(filter $(DEV),$@), and the tools of its tests)$(if $(filter $(DOCS),$@), and mkdocs) into .venv (a minute or two) ..."
 	@test -x .venv/bin/python || $(BASE_PYTHON) -m venv .venv
-	@.venv/bin/python -m pip install -qq -c constraints.txt -e ".$(if $(filter $(DEV),$@),[dev])"
+	@.venv/bin/python -m pip install -qq -c constraints.txt -e ".$(if $(filter-out $(INSTALLED),$@),[$(@:.venv/.%=%)])"
 	@touch $@
 
 demo: $(INSTALLED) ## Compare every backend on tiny Llama, Qwen3 and Qwen3.5, on real text
@@ -117,6 +118,9 @@ lint: $(DEV) ## Run ruff and mypy
 
 notebooks: $(DEV) ## Run the notebooks of examples/, and write their .ipynb anew
 	.venv/bin/python -m tests.notebooks $(NOTEBOOKS)
+
+docs: $(DOCS) ## Build the site of the pages and the reference into build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet
 
 # The wheel of dist/ is built from the sdist, and must be the one that the checkout gives. It is
 # installed with its own dependencies only, and runs away from the checkout.

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *DOCS]
 EXAMPLES = sorted((ROOT / "examples").glob("*.md")) + sorted((ROOT / "examples").glob("[0-9]*.py"))
-RUN = [page for page in DOCS if "benchmarks" not in page.as_posix()]
+RUN = [page for page in DOCS if page.parent.name not in ("benchmarks", "reference")]
 
 NEEDS = re.compile(r"# needs a (GPU|download)")
 NOT_RUN = {"packing.md": 1, "quick-start.md": 2, "preference.md": 1, "embeddings.md": 1}
@@ -341,9 +341,37 @@ def test_promises_are_those_of_the_checks():
             assert refused is not cell.startswith("yes"), (row.case["variant"], measure, cell)
 
 
+def sources() -> Iterator[str]:
+    """Of the package, but for the benchmarks."""
+    for folder in (ROOT / "flexvarlen", ROOT / "patches"):
+        yield from (path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
+
+
 def test_each_environment_variable_is_told():
-    named = {value for name, value in vars(switches).items() if name.isupper()}
-    assert set(table("backends.md", "## Environment variables")) == named
+    uses = re.compile(r"(\w+) in os\.environ|os\.environ(?:\.\w+\(|\[)\"?(\w+)|getenv\(\"?(\w+)")
+    used = {"".join(names) for text in sources() for names in uses.findall(text)}
+    constants = {name: value for name, value in vars(switches).items() if name.isupper()}
+    read = {constants.get(name, name) for name in used if name.isupper()}
+    assert len(read) == 4, "FLEXVARLEN_CACHE, XDG_CACHE_HOME and FA4's"
+    assert set(table("reference/environment.md", "# Environment variables")) == {
+        *read,
+        *constants.values(),
+    }
+
+
+# ---- the reference ----
+
+
+def test_each_public_name_is_on_one_page_of_the_reference():
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    told = re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in pages), re.MULTILINE)
+    assert sorted(name.rpartition(".")[2] for name in told) == sorted(fv.__all__)
+
+
+def test_pages_that_docstrings_name_are_there():
+    named = {each for text in sources() for each in re.findall(r"\bdocs/[\w/-]+\.md#?[\w-]*", text)}
+    assert "docs/families.md" in named
+    assert not [each for each in named if broken_link(ROOT / "README.md", each)]
 
 
 # ---- what is made from the code ----
