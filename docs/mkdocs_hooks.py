@@ -4,7 +4,7 @@
 - A script or notebook of examples/ is a page. A link to a file or folder that is not on the site
   becomes its text.
 - The options of the commands come from the program, and doctests of docstrings are code blocks.
-- A public name in code, as `fv.pack`, and `docs/packing.md` in a docstring link to their pages.
+- A public name in code, and `docs/packing.md` in a docstring, link to their pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-SHOWN = ("*.md", "docs/**/*.md", "docs/images/*", "examples/*.md")
+SHOWN = ("*.md", "docs/**/*.md", "docs/images/*", "docs/*.css", "examples/*.md")
 COMMANDS = "<!-- the commands -->"
 
 
@@ -106,24 +106,30 @@ def _commands() -> str:
 
 # ---- names in code ----
 
+AMBIGUOUS = ("lm_head", "share_prefixes")  # a module and an argument have these names too
 KEPT = r"<(a|h\d|pre)\b.*?</\1>"
 NAME = r"<code>(?P<prefix>fv\.|flexvarlen\.)?(?P<name>\w+)(?P<member>\.\w+)?(\([^<]*)?</code>"
 GUIDE = r"(?<![\w/])docs/(?P<page>[\w/-]+)\.md(?P<anchor>#[\w-]+)?"
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links to the reference from `fv.name`, and from docstrings to other names and to guides."""
+    """Links from public names in code to the reference, and from docstrings to guides.
+
+    One word, as `pack`, is a name only as `fv.pack`, or in the reference.
+    """
     in_reference = "\n::: " in (page.markdown or "")
 
     def linked(found: re.Match[str]) -> str:
         if found["page"] and in_reference:
             return f'<a href="../{found["page"]}.html{found["anchor"] or ""}">{found[0]}</a>'
         identifier = _reference().get(found["name"])
-        # share_prefixes is also an argument of patch_model.
-        if identifier and (found["prefix"] or (in_reference and found["name"] != "share_prefixes")):
-            target = identifier + (found["member"] or "")
-            return f'<autoref optional identifier="{target}">{found[0]}</autoref>'
-        return found[0]
+        if identifier is None:
+            return found[0]
+        is_word = not in_reference and re.fullmatch("[a-z]+", found["name"])
+        if not found["prefix"] and (is_word or found["name"] in AMBIGUOUS):
+            return found[0]
+        target = identifier + (found["member"] or "")
+        return f'<autoref optional identifier="{target}">{found[0]}</autoref>'
 
     return re.sub(f"{KEPT}|{NAME}|{GUIDE}", linked, html, flags=re.DOTALL)
 
