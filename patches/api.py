@@ -72,142 +72,51 @@ def patch_model(
     """Make a transformers model run on packed batches, in which no document attends to another.
 
     The documents of a forward are taken, in this order, from `packed_layout=` (a `PackedLayout` of
-    all B·S tokens), `cu_seq_lens_q=`, or the union of restarts in `position_ids` and changes of
-    value in a 2D `attention_mask` (padding, document ids) and in `seq_idx`; else each row is one
-    document. Missing position_ids are built from the documents. Labels at the first token of each
-    document are masked. Padding outputs of attention are zero.
+    all B·S tokens), `cu_seq_lens_q=`, or restarts in `position_ids` together with changes of value
+    in a 2D `attention_mask` and in `seq_idx`; else each row is one document. Missing position_ids
+    are made from the documents, and a causal model learns no label at a document's first token.
+    Rows of several documents fill no cache: asking for one raises.
 
-    With `unpad` the caller passes a padded batch: left or right padding, a 2D `attention_mask` of
-    ones and zeros, one document per row. The base model runs its real tokens as one packed row, and
-    returns `last_hidden_state` and `hidden_states` in the padded shape, with exact zeros at
-    padding, so heads, losses and metrics stay as they are. Labels of causal models at padding and
-    at the first token of a row are masked. Batches without padding, batches that are packed
-    already, `generate`, and forwards with a cache run as without `unpad`; by default no cache is
-    built. Each forward copies the mask to the host once; under torch.compile this is one graph
-    break, so `fullgraph=True` fails. docs/preference.md has more, and
-    `patch_trainer` does this for the models of a trainer.
-
-    With `share_prefixes` too, tokens that rows begin with in common, with as much padding on their
-    left, run once, as a tree (`PackedLayout.from_tree`). A piece that rows share before they part
-    has at least 32 tokens. Outputs are those of the padded batch, and a shared token's gradient is
-    the sum over its rows; dropout drops it for all of them. Batches whose mask shows no padding run
-    so too, and with inputs_embeds nothing is shared. Each forward copies the ids to the host.
-
-    A `...ForSequenceClassification` gives one row of logits for each document, `[num_docs,
-    num_labels]`, and takes labels `[num_docs]`; `config.pad_token_id` must be set. Its documents
-    are found outside of a compiled graph. The head gets them padded on the right, or, if it is
-    causal and gets inputs_embeds, on the left. Heads for question answering and multiple choice
-    take one document per row, or a padded batch with `unpad`. A head of transformers refuses to run
-    if its base model is patched and it is not.
-
-    Bidirectional encoders (BERT) keep all labels, which belong to their own tokens. Their
-    pooler_output has a row for each document; in a compiled graph `[capacity]` rows, of which those
-    after the last document mean nothing. RoBERTa's positions begin at padding_idx + 1: given
-    ones that begin at 0, as collators count, are shifted.
-
-    Models of text and images (Qwen2-VL) take position_ids `[4, B, S]`, the text's own first, or
-    `[3, B, S]` beside explicit documents; missing ones are made from the documents, the images and
-    mm_token_type_ids, eagerly only. Each frame of an image is a document of the vision tower.
-
-    Recurrent layers (Qwen3.5, Mamba-2) start anew at each document. Packed rows of these models
-    have no cache: `use_cache=True` raises. On a GPU flash-linear-attention makes them fast.
-
-    Labels that do not reach the model are not masked: Trainer removes labels for label smoothing
-    and `compute_loss_func`, so let the collator mask them (DataCollatorWithFlattening does).
-
-    `num_items_in_batch` is not corrected. Trainer counts it over the batches of a step before the
-    model sees them, so if it counts labels that are masked here, the loss is too small by their
-    share. The first batch with boundaries then warns; the same collator avoids this.
-
-    A mixture of experts keeps its auxiliary loss (`output_router_logits=True`), over all tokens
-    that are not padding.
-
-    Rows of several documents fill no cache, and raise if they are given one or `use_cache=True`;
-    rows of one document, padded or not, fill theirs. In training, and in a compiled model in any
-    mode (also if compiled layer by layer, as a cache would give each layer its own graph), no cache
-    is built unless one is asked for. Decoding (a non-empty cache) uses transformers' own sdpa, and
-    raises if the new tokens of a row hold several documents.
-
-    A deep copy of a patched model is patched too. A pickle (torch.save of the model, a spawned
-    process) drops the wrapper, and so does replacing `forward` afterwards (Liger on a model,
-    accelerate when it removes hooks): the model then raises until `patch_model` is called again.
+    Guides: docs/quick-start.md, docs/families.md (what encoders, images and recurrent layers need),
+    docs/preference.md (padded batches, classifiers), docs/shared-prefixes.md, docs/several-gpus.md
+    (Trainer, DDP, a row over ranks) and docs/troubleshooting.md.
 
     Args:
-        model: a transformers model of a verified family (docs/families.md), or with `verify` of
-            another, also inside PEFT, DDP or torch.compile wrappers.
-        backend: a name of `flexvarlen.BACKENDS`, or transformers' name for the same kernel
-            ("flash_attention_2"), or "auto"; or a mapping from the model's layer
-            types ("full_attention", "sliding_attention", as in `config.layer_types`; in vision
-            towers "vision_attention") to such names. "auto" is resolved by kind of layer: mask,
-            heads, head_dim; with `unpad` always as for training, so that a reference model rounds
-            as its policy does.
-        deterministic, batch_invariant: as in `packed_attention`; None: use the environment
-            variables FLEXVARLEN_DETERMINISTIC and FLEXVARLEN_BATCH_INVARIANT.
-        capacity: document slots a row may hold when only a compiled graph sees them (position_ids
-            or masks on the device); default `default_capacity(T)`. Also the slots of boundaries
-            found eagerly, if given.
-        max_seqlen_bound: upper bound on document length; default inside a compiled
-            graph: all T tokens; eagerly: the longest, rounded up to a power of two.
-        unpad: drop the padding of padded batches inside the model, see above.
-        unpad_to_multiple_of: with `unpad` the packed row is rounded up to a multiple of this many
-            tokens; the spare ones belong to no document. Default: 1,024 in a compiled model, so
-            that few sizes compile, else 1.
-        share_prefixes: with `unpad` what rows have in common at their beginnings (a prompt with its
-            answers) is computed once, see above.
-        sequence_parallel_group: ranks over which each row is sharded (Ulysses), see below.
-        verify: check the patched model on a small random batch, as `verify_isolation` does, which
-            any other causal model of text may pass too; a kind of model that passed is not checked
-            again in the same process. Documents have up to 300 tokens (or as many as the model has
-            positions), so a window or chunk that is larger is not checked.
+        model: a transformers model of a verified family, or with `verify` of another; also inside
+            PEFT, DDP or torch.compile wrappers.
+        backend: a name of `flexvarlen.BACKENDS`, transformers' name for the same kernel
+            ("flash_attention_2"), or "auto", which chooses for each kind of layer; or a mapping
+            from `config.layer_types` (in vision towers "vision_attention") to such names.
+        deterministic, batch_invariant: as in `packed_attention`.
+        capacity: document slots of a row whose boundaries are found in the batch, not given as a
+            layout; default in a compiled graph: 64, or one for each 128 tokens if these are more.
+        max_seqlen_bound: upper bound on a document's tokens; default: in a compiled graph all T
+            tokens, else the longest document, rounded up to a power of two.
+        unpad: take padded batches, one document a row, and run their real tokens as one packed row.
+            Outputs have the padded shape, with zeros at padding. Copies the mask to the host.
+        unpad_to_multiple_of: with `unpad`, the packed row is rounded up to a multiple of this many
+            tokens; default: 1,024 in a compiled model, else 1.
+        share_prefixes: with `unpad`, compute what rows have in common at their beginnings once.
+        sequence_parallel_group: ranks that share each row. They call the model together, each with
+            what `shard_row(batch, group)` returns.
+        verify: check the patched model on a small random batch, as `verify_isolation` does; a kind
+            of model that passed is not checked again in the same process.
 
     Returns:
         The same model. Patching again changes the arguments above, nothing else.
 
     Raises:
-        IsolationError: with `verify`, a document reaches another: names the layer and both. The
-            model is then as it was before, as it is whenever a check raises.
-        ValueError: no transformers model inside, or a second one that is not part of the first; a
-            `forward` that takes no `**kwargs`, an unknown backend, a mapping that misses one of the
-            model's layer types or names another, a group whose ranks do not divide the heads, or
-            an `unpad_to_multiple_of` that is no positive integer, or this or `share_prefixes`
-            without `unpad`.
-        NotImplementedError: the model type is not verified, or `verify` cannot check it or finds
-            other outputs than those of each document alone; it keeps state that is not supported,
-            or its recurrent layers do not call transformers' `causal_conv1d_fn`, or come from
-            kernels of the hub (`use_kernels=True`); its head is of a kind whose labels are not
-            known, a PEFT adapter's effect depends on the row (prompt tuning, aLoRA and similar; one
-            that is added later makes each forward raise), a backend cannot run its layers on this
-            machine, or the model is an encoder, takes images, has longrope or recurrent layers, and
-            a group is given; `unpad` with a vision-language model, Mamba-2 or a group;
-            `share_prefixes` with an encoder, longrope, recurrent layers, `batch_invariant` or a
-            backend without trees.
+        IsolationError: with `verify`, a document reaches another.
+        ValueError: no transformers model is inside, or an argument does not fit it.
+        NotImplementedError: the model, or a setting with this model, is not supported; the message
+            says why, and what to do. The model is then as it was before, as after any error.
 
-    A forward with `unpad` raises for router logits (`output_router_logits`), `return_dict=False`,
-    and left padding in an encoder's base model that has a pooler; any forward raises for left
-    padding in an encoder that classifies by a row's first token.
+    Under torch.compile other documents do not recompile while `capacity` and `max_seqlen_bound`
+    stay the same; traces under `fullgraph=True`, except with `unpad`.
 
-    Under torch.compile, of the whole model or layer by layer (accelerate's `compile_regions`, of a
-    patched model or before it is patched; its result keeps its own guarantees and mapping, so to
-    patch again, patch that), other documents do not recompile as long as `capacity` and
-    `max_seqlen_bound` stay the same. If they change (by default a layout rounds them to
-    powers of two), Dynamo compiles once more when the first of them changes and once when the
-    second does, then for any value; under dynamic=False for each pair. Each
-    kind of batch (layout, position_ids, cu_seq_lens, mask), train and eval mode, and gradients on
-    and off have separate graphs.
-
-    With a `sequence_parallel_group` of P ranks, all ranks call the model together, each with what
-    `shard_row(batch, group)` returns: `input_ids`, `position_ids`, `labels`, `shift_labels`
-    `[1, T/P]`, `packed_layout` of all T tokens, `num_items_in_batch`. Attention exchanges heads for
-    tokens and runs on the whole row; logits `[1, T/P, vocabulary]` are of the shard. Losses and
-    gradients are each rank's part, to be summed over the group: all-reduce the gradients, or wrap
-    the model in DDP or FSDP and multiply the loss by their number of ranks, as they take a mean.
-    Other document boundaries, caches, `generate` and auxiliary losses of experts are refused.
-    Traces under `fullgraph=True`; a pickle drops the group.
-
-    Gradient checkpointing reruns attention in the backward. To keep its outputs instead, name its
-    operator: `model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
-    functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts,
-    [torch.ops.flexvarlen.cu_seqlens_forward.default])})` (of `sdpa`: `sdpa_forward`).
+    >>> model = fv.patch_model(AutoModelForCausalLM.from_pretrained(name))  # doctest: +SKIP
+    >>> layout = fv.PackedLayout.from_lengths([512, 1, 1535])  # doctest: +SKIP
+    >>> logits = model(input_ids=ids, packed_layout=layout).logits  # doctest: +SKIP
     """
     why = why_not_adapters(*model.modules()) if isinstance(model, nn.Module) else None
     if why is not None:
@@ -375,9 +284,9 @@ def patched(
     sequence_parallel_group: ProcessGroup | None = None,
     verify: bool = False,
 ) -> Iterator[Model]:
-    """`patch_model` for the duration of a `with` block; restores the previous state afterwards.
+    """Patch a model for the duration of a `with` block, which then restores what it was before.
 
-    Arguments as there.
+    The arguments are those of `patch_model`; the block gets the same model.
     """
     existing = current_patch(model)
     patch_model(
