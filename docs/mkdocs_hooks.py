@@ -121,7 +121,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
     def linked(found: re.Match[str]) -> str:
         if found["page"] and in_reference:
-            return f'<a href="../{found["page"]}.html{found["anchor"] or ""}">{found[0]}</a>'
+            text = found["page"].replace("-", " ")
+            return f'<a href="../{found["page"]}.html{found["anchor"] or ""}">{text}</a>'
         identifier = _reference().get(found["name"])
         if identifier is None:
             return found[0]

@@ -194,11 +194,11 @@ def shard_row(
         ignore_index: the label that the loss ignores.
 
     Returns:
-        For a model patched with `sequence_parallel_group=group`: the tensors as `[1, T/P]`; if
-        `labels` is given, also `shift_labels`, the label of each next token (the last one comes
-        from the next rank) or those given, masked where the next token starts a document; and
-        `num_items_in_batch` (unless given), an integer tensor: the row's number of unmasked labels.
-        `packed_layout` and numbers are returned unchanged.
+        This rank's batch, for a model patched with `sequence_parallel_group=group`. Tensors are
+        `[1, T/P]`. If `labels` is given, there are also `shift_labels`, the label of each next
+        token (the last one comes from the next rank) or those given, masked where the next token
+        starts a document, and `num_items_in_batch` (unless given), an integer tensor: the row's
+        number of unmasked labels. `packed_layout` and numbers are returned unchanged.
 
     The losses of the ranks then sum to the mean loss over the whole row, and their gradients sum
     likewise. DDP averages gradients over ranks, so multiply the loss by the number of ranks.
@@ -209,6 +209,9 @@ def shard_row(
             raises), or this process is not in the group.
 
     Runs one collective. Syncs if tensors are on a device.
+
+    >>> model = fv.patch_model(model, sequence_parallel_group=group)  # doctest: +SKIP
+    >>> loss = model(**fv.shard_row(batch, group)).loss  # doctest: +SKIP
     """
     size = dist.get_world_size(group)
     if size < 1:

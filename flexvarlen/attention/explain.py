@@ -123,7 +123,7 @@ def explain(
         measure: time every kernel that can serve the call, and check its results.
 
     Returns:
-        An `Explanation`: print it, or read its fields. Without `measure` it runs no kernel, so it
+        An `Explanation`, to print or to read its fields. Without `measure` no kernel runs, so it
         may name one that the first call finds to be wrong.
 
     Raises:

@@ -321,6 +321,9 @@ max_seqlen_bound=6, device=cpu)
             ValueError: the boundaries are not valid.
 
         One sync, if the boundaries are on a device and `checks` is "host".
+
+        >>> PackedLayout.from_cu_seqlens([0, 3, 5]).lengths
+        (3, 2)
         """
         if not isinstance(cu_seqlens, Tensor):
             cu_seqlens = torch.tensor(integers("cu_seqlens", cu_seqlens), device="cpu")
@@ -373,6 +376,9 @@ max_seqlen_bound=6, device=cpu)
             ValueError: wrong shape or dtype, or documents that exceed the capacity or the bound.
 
         A device tensor is read back once (one sync).
+
+        >>> PackedLayout.from_position_ids(torch.tensor([[0, 1, 2, 0, 1]])).lengths
+        (3, 2)
         """
         require_tensor("position_ids", position_ids_BT)
         positions = position_ids_BT[None] if position_ids_BT.ndim == 1 else position_ids_BT

@@ -58,6 +58,9 @@ def document_block_mask(
 
     No sync; traces under `fullgraph=True`; may be captured in a CUDA graph, whose replay after
     `layout.copy_(other)` rebuilds it. Memory O(NQ · width).
+
+    >>> document_block_mask(PackedLayout.from_lengths([128, 128])).sparsity()
+    50.0
     """
     mask = DocumentMask.of(
         layout,

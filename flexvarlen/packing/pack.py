@@ -82,6 +82,9 @@ def split_long(lengths: Lengths, capacity: int) -> list[Piece]:
         lengths: number of tokens of each document, at least 1.
         capacity: maximum number of tokens in a piece.
 
+    Returns:
+        The pieces, each `(document, start, stop)`.
+
     Raises:
         ValueError: as in `pack`, except that long documents are allowed.
 

@@ -43,10 +43,11 @@ class IsolationError(RuntimeError):
         kind: of that module: "attention", "linear attention", "state space", "convolution",
             "MoE router", "MoE experts", "MLP", "norm", "embeddings", "linear", "rotary embedding",
             "layer", or "module".
-        source, target: the documents, by index in the batch, from 0; of trees, the segments that
-            hold tokens, by index in the row. In the forward, the
-            source's tokens reach the target's outputs; in the backward, its loss or its tokens
-            reach the gradient of the target's tokens.
+        source: the document that reaches the other, by index in the batch, from 0; of trees, the
+            segment that holds tokens, by index in the row. In the backward its loss or its tokens
+            do.
+        target: the document that is reached: its outputs, or in the backward the gradient of its
+            tokens.
         direction: "forward" (also if the backward leaks too) or "backward".
         change: the largest absolute change there, which tells a leak from rounding; None if only
             the outputs of the model itself show it.

@@ -364,8 +364,8 @@ def test_each_environment_variable_is_told():
 
 def test_each_public_name_is_on_one_page_of_the_reference():
     pages = (ROOT / "docs" / "reference").glob("*.md")
-    told = re.findall(r"^::: (\S+)$", "\n".join(page.read_text() for page in pages), re.MULTILINE)
-    assert sorted(name.rpartition(".")[2] for name in told) == sorted(fv.__all__)
+    told = re.findall(r"^::: .*\b(\w+)$", "\n".join(map(Path.read_text, pages)), re.MULTILINE)
+    assert sorted(name for name in told if name in fv.__all__) == sorted(fv.__all__)
 
 
 def test_pages_that_docstrings_name_are_there():

@@ -88,10 +88,11 @@ def compare(
         packings: other packings of the same tokens, over which recompilations are counted; none
             of trees.
         name: the model's, for the report.
-        progress: see `Progress`.
+        progress: called with the steps done, all steps, and what is being done.
 
     Returns:
-        A record of each document alone (the baseline), then one of each backend, usable or not.
+        A report; `print` shows its table, and `passed` is the verdict. It has a record of each
+        document alone (the baseline), then one of each backend, usable or not.
 
     Raises:
         ValueError: `model` is not a transformers model, an unknown backend, a batch that breaks the
@@ -99,6 +100,8 @@ def compare(
         NotImplementedError: the model type is not verified.
         DeviceLost: a kernel broke the device.
         Interrupted: a KeyboardInterrupt, with what was measured until then.
+
+    >>> print(fv.compare(model, tokens=8192))  # doctest: +SKIP
     """
     from transformers import PreTrainedModel
 

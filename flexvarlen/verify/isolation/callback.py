@@ -27,12 +27,11 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
     """Ends the training with an `IsolationError` if a document sees another.
 
     The batch is the collator's, of as many examples as a step has on one device, or the one given.
-    They are the first of the dataset, or, where these are a single document, others: see
-    `several_documents`. Nothing is taken from the data loader, and random generators, gradients and
-    modes are left as they were, so that a run with the callback trains as one without. The model
-    runs in training mode, as Trainer wraps it for mixed precision, not compiled, and without DDP.
-    It is verified on the first process alone, or, where parameters are sharded (FSDP, DeepSpeed
-    ZeRO-3), on all with the same batch.
+    They are the first of the dataset, or others where these are a single document. Nothing is taken
+    from the data loader, and random generators, gradients and modes are left as they were, so that
+    a run with the callback trains as one without. The model runs in training mode, as Trainer wraps
+    it for mixed precision, not compiled, and without DDP. It is verified on the first process
+    alone, or, where parameters are sharded (FSDP, DeepSpeed ZeRO-3), on all with the same batch.
 
     Args:
         every: verify again every `every` steps; None: only before the first.
@@ -48,6 +47,8 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
 
     Raises:
         ValueError: `every` or `examples` is not positive.
+
+    >>> trainer = Trainer(..., callbacks=[fv.IsolationCallback()])  # doctest: +SKIP
     """
 
     def __init__(
