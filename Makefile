@@ -120,7 +120,7 @@ notebooks: $(DEV) ## Run the notebooks of examples/, and write their .ipynb anew
 	.venv/bin/python -m tests.notebooks $(NOTEBOOKS)
 
 docs: $(DOCS) ## Build the site of the pages and the reference into build/site; a broken link fails
-	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build
 
 # The wheel of dist/ is built from the sdist, and must be the one that the checkout gives. It is
 # installed with its own dependencies only, and runs away from the checkout.
