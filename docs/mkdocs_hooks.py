@@ -23,7 +23,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-SHOWN = ("*.md", "docs/**/*.md", "docs/images/*", "docs/*.css", "examples/*.md")
+SHOWN = ("*.md", "docs/**/*.md", "docs/images/*", "docs/*.css", "examples/*.md", "bench/**/*.md")
 COMMANDS = "<!-- the commands -->"
 
 
