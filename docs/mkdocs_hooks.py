@@ -2,7 +2,7 @@
 
 - The site has the repository's paths, so a link that is right on GitHub is right there.
 - A script or notebook of examples/ is a page. A link to a file or folder that is not on the site
-  becomes its text.
+  becomes its text, with the link's title.
 - The options of the commands come from the program, and doctests of docstrings are code blocks.
 - A public name in code, and `docs/packing.md` in a docstring, link to their pages.
 """
@@ -88,12 +88,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             if files.get_file_from_path(f"{uri}.md"):
                 return f"[{text}]({target}.md)"
             if not files.get_file_from_path(uri):
-                return text
+                return f"<abbr title={link['title']}>{text}</abbr>" if link["title"] else text
         return link[0]
 
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, _commands())
-    return re.sub(r"(?<!!)\[(?P<text>[^]]+)]\((?P<target>[^):#]+)\)", on_site, markdown)
+    target = r'\((?P<target>[^):#\s]+)( (?P<title>"[^"]*"))?\)'
+    return re.sub(rf"(?<!!)\[(?P<text>[^]]+)]{target}", on_site, markdown)
 
 
 def _commands() -> str:
