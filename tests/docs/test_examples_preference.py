@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -21,33 +18,12 @@ from transformers import (
 
 import flexvarlen as fv
 from flexvarlen.verify.corpus import train_tokenizer
+from tests.docs.conftest import HEADS, ROOT, TINY
 
 pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
 
-ROOT = Path(__file__).resolve().parents[2]
-TINY = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16)
 SETTINGS = {"steps": 2, "backend": "sdpa"}
 TEXTS = [("packed rows of many documents", 3), ("a mask and a kernel", 40), ("one", 1)] * 4
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Loads a script, with a tinier model of its own."""
-
-    def module_of(name):
-        spec = importlib.util.spec_from_file_location(
-            f"example_{name}", ROOT / f"examples/{name}.py"
-        )
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)  # datasets pickles functions by module
-        spec.loader.exec_module(module)
-        monkeypatch.setattr(module, "SMALL", TINY)
-        return module
-
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    yield module_of
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +33,7 @@ def folder(tmp_path_factory):
     words = train_tokenizer(tuple(text for text, _ in TEXTS), 300)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>", pad_token="<p>")
     tokenizer.save_pretrained(folder / "tiny")
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(vocab_size=len(tokenizer), **TINY, **heads)
+    config = Qwen3Config(vocab_size=len(tokenizer), **TINY, **HEADS)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "tiny")
     lines = [
         {"prompt": "say:", "chosen": f" {text}" * count, "rejected": f" {text[::-1]}"}

@@ -1,0 +1,170 @@
+"""examples/chat_sft.py, generate.py and embeddings.py: what they learn, save and refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from torch.nn.functional import cosine_similarity, cross_entropy
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ModernBertConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+import flexvarlen as fv
+from flexvarlen.verify.corpus import train_tokenizer
+from tests.docs.conftest import HEADS, TINY
+
+trl = pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
+
+MARKED = """{% for message in messages %}<{{ message.role }}>
+{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<e>{% endgeneration %}
+{% else %}{{ message.content }}<e>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>
+{% endif %}"""
+TEXT = "packed rows of many documents, a mask and a kernel"
+ANSWERS = ["packed " * count for count in range(1, 31)]
+
+
+def chat_of(*contents):
+    """A user's and an assistant's messages, in turn."""
+    roles = ["user", "assistant"] * len(contents)
+    return [{"role": role, "content": each} for role, each in zip(roles, contents, strict=False)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny chat model, and chats of very different lengths."""
+    folder = tmp_path_factory.mktemp("recipes")
+    words = train_tokenizer((TEXT, MARKED), 300)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<e>", pad_token="<p>", chat_template=MARKED
+    )
+    tokenizer.save_pretrained(folder / "tiny")
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=len(tokenizer), **TINY, **HEADS)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "tiny")
+    lines = [json.dumps({"messages": chat_of("say it", each)}) for each in ANSWERS]
+    (folder / "chats.jsonl").write_text("\n\n".join(lines))
+    return folder
+
+
+def mean_loss(model, documents):
+    """Of the tokens that are learned, each document alone in float64."""
+    losses = []
+    for each in documents:
+        ids, mask = (torch.tensor(each[name]) for name in ("input_ids", "assistant_masks"))
+        logits = model.double()(ids[None]).logits[0, :-1]
+        losses.append(cross_entropy(logits, ids[1:], reduction="none")[mask[1:] == 1])
+    return torch.cat(losses).mean().item()
+
+
+def answers(load, capsys, model, questions):
+    """What generate.py prints."""
+    capsys.readouterr()
+    load("generate").main(str(model), questions, max_new_tokens=8)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": 0, "checkpointing": True}], ids=["lora", "whole"])
+def test_chats_are_learned_and_what_is_saved_loads_alone(load, folder, tmp_path, capsys, options):
+    """And the losses that it prints are means over the tokens of each held-out chat alone."""
+    out, data = tmp_path / "out", folder / "chats.jsonl"
+    sft = load("chat_sft")
+    inputs = {"model": str(folder / "tiny"), "data": data, "tokens": 256}
+    sft.main(**inputs, **options, learning_rate=1e-2, out=out)
+    said = capsys.readouterr().out
+    printed = [float(x) for x in re.search(r"token: (\d+\.\d+), then (\d+\.\d+)", said).groups()]
+
+    held_out = sft.read_chats(data, AutoTokenizer.from_pretrained(out))[::10]
+    found = []
+    for path in (folder / "tiny", out):
+        model = AutoModelForCausalLM.from_pretrained(path)
+        assert not fv.is_patched(model)
+        with torch.no_grad():
+            found.append(mean_loss(model, held_out))
+    assert printed == pytest.approx(found, abs=2e-4)
+    assert printed[1] < printed[0] - 0.1
+    assert "flexvarlen" not in "".join(path.read_text() for path in out.glob("*.json"))
+    weights = {path.name for path in out.glob("*.safetensors")}
+    assert weights == {"model.safetensors" if options else "adapter_model.safetensors"}
+
+    # Padding of the shorter question changes nothing.
+    questions = ["rows", "many documents, a mask and a kernel"]
+    together = answers(load, capsys, out, questions)
+    assert together == "".join(answers(load, capsys, out, [each]) for each in questions)
+    assert all(re.search(rf"> {question}\n\S", together) for question in questions)
+
+
+def test_answers_are_masked_by_templates_that_do_not_mark_them(load, folder, tmp_path):
+    """Those that TRL knows; another one is refused in a sentence that says what to pass."""
+    data = tmp_path / "chats.jsonl"
+    data.write_text(json.dumps({"messages": chat_of("a", "first", "b", "second")}))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
+    templates = Path(trl.__file__).parent / "chat_templates"
+    tokenizer.chat_template = (templates / "qwen3.jinja").read_text()
+    (found,) = load("chat_sft").read_chats(data, tokenizer)
+    ids, mask = (torch.tensor(found[name]) for name in ("input_ids", "assistant_masks"))
+    learned = tokenizer.decode(ids[mask == 1])
+    assert re.findall(r"first|second", learned) == ["first", "second"]
+    assert "user" in tokenizer.decode(ids[mask == 0])
+    assert "user" not in learned
+
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(typer.BadParameter, match="pass a --chat-template with marks"):
+        load("chat_sft").read_chats(data, tokenizer)
+
+
+@pytest.mark.parametrize("line", ["{'messages': []}", '{"text": "no chat"}', "[1]"])
+def test_a_line_that_is_no_chat_is_refused_by_its_number(load, folder, tmp_path, line):
+    good = json.dumps({"messages": chat_of("a", "b")})
+    (tmp_path / "bad.jsonl").write_text(f"{good}\n\n{line}\n{good}\n")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
+    with pytest.raises(typer.BadParameter, match=r"no chat in line 3 of .*bad\.jsonl"):
+        load("chat_sft").read_chats(tmp_path / "bad.jsonl", tokenizer)
+
+
+def test_four_bits_need_bitsandbytes(load, folder, monkeypatch):
+    sft = load("chat_sft")
+    monkeypatch.setattr(sft, "find_spec", lambda name: None)
+    with pytest.raises(typer.BadParameter, match="pip install bitsandbytes"):
+        sft.load_model(str(folder / "tiny"), 4, qlora=True)
+
+
+def test_embeddings_learn_the_same_padded_and_packed(load, folder, tmp_path, capsys):
+    """The same losses and gradients; what is saved loads in sentence-transformers alone."""
+    st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
+    tokenizer.save_pretrained(tmp_path / "encoder")
+    ids = dict.fromkeys(("bos_token_id", "cls_token_id", "sep_token_id", "eos_token_id"), 1)
+    sizes = {name: size for name, size in TINY.items() if name != "head_dim"}
+    config = ModernBertConfig(
+        vocab_size=len(tokenizer), num_attention_heads=4, pad_token_id=0, **sizes, **ids
+    )
+    AutoModel.from_config(config).save_pretrained(tmp_path / "encoder")
+    texts = [TEXT[i:] + TEXT[: i % 7] for i in range(40)]
+    pairs = [{"positive": text[len(text) // 2 :], "anchor": text} for text in texts]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    embeddings = load("embeddings")
+    inputs = {"model": str(tmp_path / "encoder"), "data": tmp_path / "pairs.jsonl"}
+    logs, vectors = [], []
+    for padded in (True, False):
+        out = tmp_path / f"out-{padded}"
+        embeddings.main(**inputs, batch=3, learning_rate=1e-3, padded=padded, out=out)
+        said = capsys.readouterr().out
+        logs.append([float(x) for x in re.findall(r"'(?:loss|grad_norm)': '([^']+)'", said)])
+        vectors.append(st.SentenceTransformer(str(out), device="cpu").encode(texts[:5]))
+    assert len(logs[0]) == 2  # of the tenth step
+    assert logs[1] == pytest.approx(logs[0], rel=1e-3)
+    assert cosine_similarity(*map(torch.tensor, vectors)).min() > 0.9999
+    (tmp_path / "wrong.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    with pytest.raises(typer.BadParameter, match=r"'anchor' and 'positive', got \['question'"):
+        embeddings.read_pairs(tmp_path / "wrong.jsonl")
