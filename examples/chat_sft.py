@@ -26,12 +26,12 @@ import flexvarlen as fv
 
 def read_chats(data: Path, tokenizer: Any) -> list[dict[str, list[int]]]:
     """The tokens of each chat of a JSON-lines file, with masks of the assistant's answers."""
-    template = tokenizer.get_chat_template()
-    if "endgeneration" not in template:  # the answers are not marked; TRL marks some
-        try:
+    try:
+        template = tokenizer.get_chat_template()
+        if "endgeneration" not in template:  # the answers are not marked; TRL marks some
             template = get_training_chat_template(tokenizer)
-        except ValueError as error:
-            raise typer.BadParameter(f"pass a --chat-template with marks: {error}") from error
+    except ValueError as error:
+        raise typer.BadParameter(f"pass a --chat-template with marks: {error}") from error
     options = {"chat_template": template, "return_assistant_tokens_mask": True}
     chats, tokenize = [], tokenizer.apply_chat_template
     for number, line in enumerate(data.read_text(encoding="utf-8").split("\n"), 1):

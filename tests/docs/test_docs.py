@@ -33,7 +33,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.md")) + sorted((ROOT / "examples")
 RUN = [page for page in DOCS if page.parent.name not in ("benchmarks", "reference")]
 
 NEEDS = re.compile(r"# needs a (GPU|download)")
-NOT_RUN = {"packing.md": 1, "quick-start.md": 2, "preference.md": 1, "embeddings.md": 1}
+NOT_RUN = dict.fromkeys(("packing", "preference", "embeddings", "recipes"), 1) | {"quick-start": 2}
 """How many blocks of a page say in their first line that they need a GPU or a download."""
 
 
@@ -175,7 +175,7 @@ def test_python_runs(page):
             continue
         code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
         exec(code, namespace)
-    assert not_run == NOT_RUN.get(page.name, 0)
+    assert not_run == NOT_RUN.get(page.stem, 0)
 
 
 # ---- commands ----
@@ -199,7 +199,7 @@ def command_of(program: str) -> Any:
     return typer.main.get_command(app) if program == "flexvarlen" else script(ROOT / program)
 
 
-_PROGRAMS = r"(?:flexvarlen|accelerate launch (?:--\S+ )*examples/\w+\.py)"
+_PROGRAMS = r"(?:flexvarlen|(?:accelerate launch (?:--\S+ )*|python )examples/\w+\.py)"
 
 
 def command_lines(markdown: str) -> list[str]:
