@@ -16,15 +16,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import transformers
 import typer
 from datasets import Dataset
-from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-)
 from trl import RewardConfig, RewardTrainer
 
 import flexvarlen as fv
@@ -40,34 +34,31 @@ def sample_pairs(count: int = 512) -> list[dict[str, str]]:
     for _ in range(count):
         words = rng.choice(topics).split()
         answer = words[8 : 8 + int(2 ** rng.uniform(3, 8))]
-        mixed = rng.sample(answer, len(answer))
-        chosen, rejected = (" " + " ".join(each) for each in (answer, mixed))
+        chosen, rejected = (" " + " ".join(x) for x in (answer, rng.sample(answer, len(answer))))
         pairs.append({"prompt": " ".join(words[:8]), "chosen": chosen, "rejected": rejected})
     return pairs
 
 
 def tokenizer_and_model(name: str | None) -> Any:
     """From a folder or the hub; without a name an untrained Qwen3 of 6M parameters."""
+    models = transformers.AutoModelForSequenceClassification
     if name is not None:
-        options = {"num_labels": 1, "dtype": torch.float32}
-        model = AutoModelForSequenceClassification.from_pretrained(name, **options)
-        return AutoTokenizer.from_pretrained(name), model
+        model = models.from_pretrained(name, num_labels=1, dtype=torch.float32)
+        return transformers.AutoTokenizer.from_pretrained(name), model
     words = train_tokenizer(read_documents(), 8192)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<end>", pad_token="<pad>"
-    )
-    config = Qwen3Config(vocab_size=len(tokenizer), num_labels=1, **SMALL, **HEADS)
-    return tokenizer, AutoModelForSequenceClassification.from_config(config)
+    special = {"eos_token": "<end>", "pad_token": "<pad>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    config = transformers.Qwen3Config(vocab_size=len(tokenizer), num_labels=1, **SMALL, **HEADS)
+    return tokenizer, models.from_config(config)
 
 
 @torch.no_grad()
 def scores(model: Any, documents: list[list[int]], tokens_per_row: int) -> torch.Tensor:
     """`[num_docs]`: the score of each document, from packed rows of limited size."""
     result = torch.empty(len(documents))
-    rows = fv.pack([len(ids) for ids in documents], tokens_per_row)
     collate = fv.PackedCollator(pad_token_id=model.config.pad_token_id)
-    loader = DataLoader(documents, batch_sampler=rows, collate_fn=collate)
-    for indices, batch in zip(rows, loader, strict=True):
+    for indices in fv.pack([len(ids) for ids in documents], tokens_per_row):
+        batch = collate([documents[index] for index in indices])
         layout = batch["packed_layout"].to(model.device)
         logits = model(batch["input_ids"].to(model.device), packed_layout=layout).logits
         result[indices] = logits[:, 0].float().cpu()  # [documents of the row, 1]
@@ -114,15 +105,14 @@ def main(
         fv.patch_trainer(trainer, backend)
     trainer.train()
     trainer.save_model(str(out))
-    log = trainer.accelerator.print
     if not padded:
         names, end = ("chosen", "rejected"), tokenizer.eos_token
         texts = [pair["prompt"] + pair[name] + end for name in names for pair in held_out]
         documents = [ids[:max_length] for ids in tokenizer(texts).input_ids]
         chosen, rejected = scores(scorer.eval(), documents, max(4096, max_length)).chunk(2)
         share = (chosen > rejected).float().mean().item()
-        log(f"Scores the chosen answer higher in {share:.0%} of {len(held_out)} held-out pairs.")
-    log(f"Trained model in {out}.")
+        trainer.accelerator.print(f"Orders {share:.0%} of {len(held_out)} held-out pairs rightly.")
+    trainer.accelerator.print(f"Trained model in {out}.")
 
 
 if __name__ == "__main__":
