@@ -2,8 +2,8 @@
 
 sentence-transformers pads each batch of texts. After `fv.patch_model(..., unpad=True)` its
 transformer runs the real tokens as one packed row; losses and gradients are those of the padded
-run. Each line of `--data` is a JSON object with the texts "anchor" and "positive", and "negative"
-if there is one. Every tenth is held out. What is saved loads without flexvarlen.
+run. Each line of `--data` is a JSON object with the texts "anchor" and "positive"; all or none have
+a "negative". Every tenth is held out. What is saved loads without flexvarlen.
 
     accelerate launch examples/embeddings.py --model answerdotai/ModernBERT-base --data pairs.jsonl
 """
@@ -32,6 +32,12 @@ def read_pairs(data: Path) -> Dataset:
         raise typer.BadParameter(
             f"data must hold 'anchor' and 'positive', got {pairs.column_names}; rename the fields."
         )
+    for name in names:
+        if None in (texts := pairs[name][:]):
+            raise typer.BadParameter(
+                f"each object must hold {name!r}, got none in object "
+                f"{texts.index(None) + 1} of {data}; add the text."
+            )
     return pairs.select_columns(names)
 
 

@@ -165,6 +165,18 @@ def test_embeddings_learn_the_same_padded_and_packed(load, folder, tmp_path, cap
     assert len(logs[0]) == 2  # of the tenth step
     assert logs[1] == pytest.approx(logs[0], rel=1e-3)
     assert cosine_similarity(*map(torch.tensor, vectors)).min() > 0.9999
-    (tmp_path / "wrong.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    with pytest.raises(typer.BadParameter, match=r"'anchor' and 'positive', got \['question'"):
-        embeddings.read_pairs(tmp_path / "wrong.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([{"question": "a", "answer": "b"}], r"'anchor' and 'positive', got \['question'"),
+        ([{"anchor": "a", "positive": "b"}, {"anchor": "c"}], "'positive', got none in object 2"),
+    ],
+    ids=["names", "missing"],
+)
+def test_pairs_without_a_text_are_refused(load, tmp_path, lines, message):
+    pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+    (tmp_path / "wrong.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(typer.BadParameter, match=message):
+        load("embeddings").read_pairs(tmp_path / "wrong.jsonl")
