@@ -19,27 +19,19 @@ import typer
 from jinja2 import TemplateError
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
-from trl import get_training_chat_template
 
 import flexvarlen as fv
+from flexvarlen.packing import tokenize_chat
 
 
-def read_chats(data: Path, tokenizer: Any) -> list[dict[str, list[int]]]:
-    """The tokens of each chat of a JSON-lines file, with masks of the assistant's answers."""
-    try:
-        template = tokenizer.get_chat_template()
-        if "endgeneration" not in template:  # the answers are not marked; TRL marks some
-            template = get_training_chat_template(tokenizer)
-    except ValueError as error:
-        raise typer.BadParameter(f"pass a --chat-template with marks: {error}") from error
-    options = {"chat_template": template, "return_assistant_tokens_mask": True}
-    chats, tokenize = [], tokenizer.apply_chat_template
+def read_chats(data: Path, tokenizer: Any) -> list[list[dict[str, list[int]]]]:
+    """The documents of each chat of a JSON-lines file: tokens, and masks of the answers."""
+    chats = []
     for number, line in enumerate(data.read_text(encoding="utf-8").split("\n"), 1):
         try:
             if line.strip():
                 chat = json.loads(line)
-                found = tokenize(chat["messages"], tools=chat.get("tools"), **options)
-                chats.append({name: found[name] for name in ("input_ids", "assistant_masks")})
+                chats.append(tokenize_chat(chat["messages"], tokenizer, tools=chat.get("tools")))
         except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
             raise typer.BadParameter(f"no chat in line {number} of {data}: {error!r}") from error
     return chats
@@ -95,11 +87,12 @@ def main(
     if chat_template:
         tokenizer.chat_template = chat_template.read_text()
     chats = read_chats(data, tokenizer)
-    held_out, chats = chats[::10], [chat for i, chat in enumerate(chats) if i % 10]
+    held_out = [document for chat in chats[::10] for document in chat]
+    learned = [document for i, chat in enumerate(chats) if i % 10 for document in chat]
     trainer = transformers.Trainer(
         fv.patch_model(load_model(model, lora, qlora)),
         arguments,
-        train_dataset=fv.PackedDataset(chats, tokens, long="truncate"),
+        train_dataset=fv.PackedDataset(learned, tokens, long="truncate"),
         eval_dataset=fv.PackedDataset(held_out, tokens, long="truncate"),
         data_collator=fv.PackedCollator(tokenizer),
         processing_class=tokenizer,

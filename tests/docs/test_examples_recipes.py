@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ from transformers import (
 import flexvarlen as fv
 from flexvarlen.verify.corpus import train_tokenizer
 from tests.docs.conftest import HEADS, TINY
-
-trl = pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
 
 MARKED = """{% for message in messages %}<{{ message.role }}>
 {% if message.role == 'assistant' %}{% generation %}{{ message.content }}<e>{% endgeneration %}
@@ -84,7 +81,8 @@ def test_chats_are_learned_and_what_is_saved_loads_alone(load, folder, tmp_path,
     said = capsys.readouterr().out
     printed = [float(x) for x in re.search(r"token: (\d+\.\d+), then (\d+\.\d+)", said).groups()]
 
-    held_out = sft.read_chats(data, AutoTokenizer.from_pretrained(out))[::10]
+    chats = sft.read_chats(data, AutoTokenizer.from_pretrained(out))
+    held_out = [document for chat in chats[::10] for document in chat]
     found = []
     for path in (folder / "tiny", out):
         model = AutoModelForCausalLM.from_pretrained(path)
@@ -104,26 +102,9 @@ def test_chats_are_learned_and_what_is_saved_loads_alone(load, folder, tmp_path,
     assert all(re.search(rf"> {question}\n\S", together) for question in questions)
 
 
-def test_answers_are_masked_by_templates_that_do_not_mark_them(load, folder, tmp_path):
-    """Those that TRL knows; another one is refused in a sentence that says what to pass."""
-    data = tmp_path / "chats.jsonl"
-    data.write_text(json.dumps({"messages": chat_of("a", "first", "b", "second")}))
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
-    templates = Path(trl.__file__).parent / "chat_templates"
-    tokenizer.chat_template = (templates / "qwen3.jinja").read_text()
-    (found,) = load("chat_sft").read_chats(data, tokenizer)
-    ids, mask = (torch.tensor(found[name]) for name in ("input_ids", "assistant_masks"))
-    learned = tokenizer.decode(ids[mask == 1])
-    assert re.findall(r"first|second", learned) == ["first", "second"]
-    assert "user" in tokenizer.decode(ids[mask == 0])
-    assert "user" not in learned
-
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(typer.BadParameter, match="pass a --chat-template with marks"):
-        load("chat_sft").read_chats(data, tokenizer)
-
-
-@pytest.mark.parametrize("line", ["{'messages': []}", '{"text": "no chat"}', "[1]"])
+@pytest.mark.parametrize(
+    "line", ["{'messages': 1}", '{"messages": []}', '{"text": "no chat"}', "[1]"]
+)
 def test_a_line_that_is_no_chat_is_refused_by_its_number(load, folder, tmp_path, line):
     good = json.dumps({"messages": chat_of("a", "b")})
     (tmp_path / "bad.jsonl").write_text(f"{good}\n\n{line}\n{good}\n")
