@@ -120,7 +120,7 @@ def test_four_bits_need_bitsandbytes(load, folder, monkeypatch):
         sft.load_model(str(folder / "tiny"), 4, qlora=True)
 
 
-def test_embeddings_learn_the_same_padded_and_packed(load, folder, tmp_path, capsys):
+def test_embeddings_learn_the_same_padded_and_packed(load, folder, tmp_path, capsys, monkeypatch):
     """The same losses and gradients; what is saved loads in sentence-transformers alone."""
     st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
@@ -136,13 +136,22 @@ def test_embeddings_learn_the_same_padded_and_packed(load, folder, tmp_path, cap
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     embeddings = load("embeddings")
     inputs = {"model": str(tmp_path / "encoder"), "data": tmp_path / "pairs.jsonl"}
-    logs, vectors = [], []
+    logs, vectors, patched = [], [], []
+    patch = fv.patch_model
+    monkeypatch.setattr(
+        fv,
+        "patch_model",
+        lambda *args, **options: patched.append((patch(*args, **options), options)),
+    )
     for padded in (True, False):
         out = tmp_path / f"out-{padded}"
         embeddings.main(**inputs, batch=3, learning_rate=1e-3, padded=padded, out=out)
         said = capsys.readouterr().out
         logs.append([float(x) for x in re.findall(r"'(?:loss|grad_norm)': '([^']+)'", said)])
         vectors.append(st.SentenceTransformer(str(out), device="cpu").encode(texts[:5]))
+    ((model, options),) = patched
+    assert fv.is_patched(model)
+    assert options == {"unpad": True}
     assert len(logs[0]) == 2  # of the tenth step
     assert logs[1] == pytest.approx(logs[0], rel=1e-3)
     assert cosine_similarity(*map(torch.tensor, vectors)).min() > 0.9999
