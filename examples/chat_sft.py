@@ -39,10 +39,12 @@ def read_chats(data: Path, tokenizer: Any) -> list[list[dict[str, list[int]]]]:
 
 def load_model(name: str, lora: int, qlora: bool) -> Any:
     """A model with an adapter, over weights of 4 bits with `qlora`; without, if `lora` is 0."""
-    if qlora and not (lora and find_spec("bitsandbytes")):
-        raise typer.BadParameter("--qlora needs a --lora above 0, and: pip install bitsandbytes")
+    on_gpu = torch.cuda.is_available()
+    if qlora and not (lora and on_gpu and find_spec("bitsandbytes")):
+        # on a CPU its weights have no gradients once the model was evaluated
+        raise typer.BadParameter("--qlora needs a GPU, --lora, and: pip install bitsandbytes")
     # frozen weights may be bf16; trained weights stay fp32
-    dtype = torch.bfloat16 if lora and torch.cuda.is_available() else torch.float32
+    dtype = torch.bfloat16 if lora and on_gpu else torch.float32
     four = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     options = {"quantization_config": transformers.BitsAndBytesConfig(**four)} if qlora else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
@@ -75,7 +77,6 @@ def main(
         per_device_train_batch_size=1,  # a packed row
         per_device_eval_batch_size=1,
         gradient_accumulation_steps=rows,
-        gradient_checkpointing=checkpointing,
         num_train_epochs=epochs,
         learning_rate=learning_rate,
         logging_steps=10,
@@ -89,8 +90,11 @@ def main(
     chats = read_chats(data, tokenizer)
     held_out = [document for chat in chats[::10] for document in chat]
     learned = [document for i, chat in enumerate(chats) if i % 10 for document in chat]
+    network = load_model(model, lora, qlora)
+    if checkpointing:
+        network.gradient_checkpointing_enable({"use_reentrant": False})
     trainer = transformers.Trainer(
-        fv.patch_model(load_model(model, lora, qlora)),
+        fv.patch_model(network),
         arguments,
         train_dataset=fv.PackedDataset(learned, tokens, long="truncate"),
         eval_dataset=fv.PackedDataset(held_out, tokens, long="truncate"),

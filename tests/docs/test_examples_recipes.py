@@ -116,6 +116,7 @@ def test_a_line_that_is_no_chat_is_refused_by_its_number(load, folder, tmp_path,
 def test_four_bits_need_bitsandbytes(load, folder, monkeypatch):
     sft = load("chat_sft")
     monkeypatch.setattr(sft, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(typer.BadParameter, match="pip install bitsandbytes"):
         sft.load_model(str(folder / "tiny"), 4, qlora=True)
 
