@@ -21,7 +21,6 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 
 import flexvarlen as fv
-from flexvarlen.packing import tokenize_chat
 
 
 def read_chats(data: Path, tokenizer: Any) -> list[list[dict[str, list[int]]]]:
@@ -31,7 +30,7 @@ def read_chats(data: Path, tokenizer: Any) -> list[list[dict[str, list[int]]]]:
         try:
             if line.strip():
                 chat = json.loads(line)
-                chats.append(tokenize_chat(chat["messages"], tokenizer, tools=chat.get("tools")))
+                chats.append(fv.tokenize_chat(chat["messages"], tokenizer, tools=chat.get("tools")))
         except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
             raise typer.BadParameter(f"no chat in line {number} of {data}: {error!r}") from error
     return chats

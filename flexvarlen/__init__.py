@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         StreamPacker,
         pack,
         split_long,
+        tokenize_chat,
     )
     from flexvarlen.packing.prefixes import SharedPrefixes, TreeCollator, share_prefixes
     from flexvarlen.parallel import shard_row
@@ -74,6 +75,7 @@ __all__ = [
     "shard_row",
     "share_prefixes",
     "split_long",
+    "tokenize_chat",
     "tree_loss",
     "unpatch_model",
     "verify_isolation",
@@ -99,6 +101,7 @@ _HOMES = {
         "StreamPacker",
         "pack",
         "split_long",
+        "tokenize_chat",
     ),
     "packing.prefixes": ("SharedPrefixes", "TreeCollator", "share_prefixes"),
     "parallel": ("shard_row",),
