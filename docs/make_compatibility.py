@@ -23,16 +23,10 @@ PAGE = ROOT / "docs" / "compatibility.md"
 HEAD = """\
 # Compatibility
 
-Rows are kinds of models, columns what you may ask of them;
-[what each name means](#what-the-names-mean) stands below. A `yes` links to the test that
-holds it; point at it to see the test's name. A `no` has the number of the [sentence](#why-not)
-that the code raises. A dash: encoders do not predict next tokens.
-
-`python docs/make_compatibility.py` makes this page from the tests that
-[tests/compatibility.py](../tests/compatibility.py) names, and from what `patch_model` answers for
-tiny models. The tests run such models on a CPU, and compare them with each document alone or with
-the padded run; `make test` runs a sample of some, `make test-all` runs all. Every family on every
-backend is in [leaks](benchmarks/leaks.md), kernels are in [backends](backends.md).
+Each row is a [kind of model, each column a feature](#what-the-names-mean). A `yes` links to the
+test of it, on tiny models on a CPU. A `no` has the number of the [sentence](#why-not) that the code
+raises. A dash: encoders do not predict next tokens. Which model is of which kind:
+[families](families.md); which kernel runs where: [backends](backends.md).
 """
 
 
