@@ -138,8 +138,8 @@ def _table(records: Sequence[Record]) -> Table:
                 return "–"
             m = own[-1].measures
             more, low, high = (m[f"more_us_p{p}"] for p in (50, 20, 80))
-            both = f"{m['ours_us_p50']:.0f} − {m['raw_us_p50']:.0f}"
-            return f"{both} = {more:+.0f} ({low:+.0f} to {high:+.0f})"
+            both = f"{m['ours_us_p50']:.0f}, {m['raw_us_p50']:.0f}"
+            return f"{both}; {more:+.0f} ({low:+.0f} to {high:+.0f})"
 
         return text
 
@@ -151,6 +151,6 @@ def _table(records: Sequence[Record]) -> Table:
         kernels,
         columns,
         "Microseconds of the host for a call on two documents of 128 tokens, 32/8 heads of 128, "
-        "bfloat16: ours − the raw kernel's function = the difference (20th to 80th percentile "
-        f"over rounds); {where(records)}",
+        "bfloat16: flexvarlen, the raw kernel's function; their difference in a round, median (20th "
+        f"to 80th percentile); {where(records)}",
     )

@@ -118,7 +118,7 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
     )
     bars(
         axes,
-        {_shown(r): speed[r.case["variant"]] for r in found},
+        {_shown(r).replace(", auto", ", flexvarlen auto"): speed[r.case["variant"]] for r in found},
         label="document tokens per second",
         colors=[style_of(parts_of(r.case["variant"])[1]).color for r in found],
         texts=[f"{value:,.0f}" for value in speed.values()],
