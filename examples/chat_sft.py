@@ -30,9 +30,11 @@ def read_chats(data: Path, tokenizer: Any) -> list[list[dict[str, list[int]]]]:
         try:
             if line.strip():
                 chat = json.loads(line)
+                if "messages" not in chat:
+                    raise ValueError("messages must hold objects with role and content, got none")
                 chats.append(fv.tokenize_chat(chat["messages"], tokenizer, tools=chat.get("tools")))
         except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
-            raise typer.BadParameter(f"no chat in line {number} of {data}: {error!r}") from error
+            raise typer.BadParameter(f"no chat in line {number} of {data}: {error}") from error
     return chats
 
 
@@ -71,6 +73,8 @@ def main(
     out: Path = Path("chat"),
 ) -> None:
     """Train on the answers of chats."""
+    if not data.is_file():
+        raise typer.BadParameter(f"--data must be a file, got {data}")
     arguments = transformers.TrainingArguments(
         str(out),
         per_device_train_batch_size=1,  # a packed row
@@ -86,6 +90,8 @@ def main(
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     if chat_template:
         tokenizer.chat_template = chat_template.read_text()
+    if not tokenizer.chat_template:
+        raise typer.BadParameter("the model has no chat template; pass one: --chat-template")
     chats = read_chats(data, tokenizer)
     held_out = [document for chat in chats[::10] for document in chat]
     learned = [document for i, chat in enumerate(chats) if i % 10 for document in chat]

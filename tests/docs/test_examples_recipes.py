@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from transformers import (
 
 import flexvarlen as fv
 from flexvarlen.verify.corpus import train_tokenizer
-from tests.docs.conftest import HEADS, TINY
+from tests.docs.conftest import HEADS, ROOT, TINY
 
 MARKED = """{% for message in messages %}<{{ message.role }}>
 {% if message.role == 'assistant' %}{% generation %}{{ message.content }}<e>{% endgeneration %}
@@ -111,6 +112,32 @@ def test_a_line_that_is_no_chat_is_refused_by_its_number(load, folder, tmp_path,
     tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
     with pytest.raises(typer.BadParameter, match=r"no chat in line 3 of .*bad\.jsonl"):
         load("chat_sft").read_chats(tmp_path / "bad.jsonl", tokenizer)
+
+
+def test_the_template_of_the_page_marks_the_answers(folder):
+    """Those that are found without marks, in the same tokens."""
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    template = re.search(r"^    {% for message.*?\n\n", page, re.MULTILINE | re.DOTALL)[0]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
+    chat = chat_of("rows", "many documents") + chat_of("a mask", "and a kernel")
+    tokenizer.chat_template = textwrap.dedent(template)
+    marked = fv.tokenize_chat(chat, tokenizer)
+    tokenizer.chat_template = re.sub("{% (end)?generation %}", "", tokenizer.chat_template)
+    assert fv.tokenize_chat(chat, tokenizer) == marked
+    (answers,) = ([x for x, y in zip(*each.values(), strict=True) if y] for each in marked)
+    end = tokenizer.eos_token
+    assert tokenizer.decode(answers) == f"many documents{end}and a kernel{end}"
+
+
+def test_no_file_and_no_template_are_refused(load, folder, tmp_path):
+    inputs = {"model": str(tmp_path / "plain"), "out": tmp_path / "out"}
+    with pytest.raises(typer.BadParameter, match=r"--data must be a file, got .*nothing\.jsonl"):
+        load("chat_sft").main(**inputs, data=tmp_path / "nothing.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "plain")
+    with pytest.raises(typer.BadParameter, match="pass one: --chat-template"):
+        load("chat_sft").main(**inputs, data=folder / "chats.jsonl")
 
 
 def test_four_bits_need_bitsandbytes(load, folder, monkeypatch):
