@@ -151,6 +151,6 @@ def _table(records: Sequence[Record]) -> Table:
         kernels,
         columns,
         "Microseconds of the host for a call on two documents of 128 tokens, 32/8 heads of 128, "
-        "bfloat16: flexvarlen, the raw kernel's function; their difference in a round, median (20th "
-        f"to 80th percentile); {where(records)}",
+        "bfloat16: flexvarlen, the raw kernel's function; their difference in a round, median "
+        f"(20th to 80th percentile); {where(records)}",
     )
