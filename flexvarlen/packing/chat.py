@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
+
+_Text = tuple[str, list[range]]
+"""A rendered text, and the characters of its answers."""
+
+_MARK = re.compile(r"(\{%[-+]?\s*)(?:end)?generation(\s*[-+]?%\})")
+_SEEN = "\0"  # written where a mark stands; no text holds it
 
 
 def tokenize_chat(
@@ -14,8 +22,9 @@ def tokenize_chat(
 
     A template with `{% generation %}` marks the answers itself. With any other, whose masks
     transformers leaves all zero, an answer is what the template adds to the prompt of its turn,
-    without the white space after it. Where it writes earlier answers in another way (Qwen3's
-    leaves out their thoughts), each answer ends a document of its own, as it would be generated.
+    without the white space after it; a message before all others answers nothing, and is not
+    learned. Where the template writes earlier answers in another way (Qwen3's leaves out their
+    thoughts), each answer ends a document of its own, as it would be generated.
 
     Args:
         messages: mappings with `role` and `content`.
@@ -26,15 +35,19 @@ def tokenize_chat(
         Documents with `input_ids` and `assistant_masks`, for `PackedDataset` or `PackedCollator`.
 
     Raises:
-        ValueError: there is no template or no answer, or an answer does not begin with the prompt.
+        ValueError: the tokenizer is not fast or has no template, or there is no answer, or one does
+            not begin with its prompt.
     """
-    render = partial(tokenizer.apply_chat_template, tools=tools)
-    if "endgeneration" in tokenizer.get_chat_template(tools=tools):
-        encoded = render(messages, return_dict=True, return_assistant_tokens_mask=True)
-        found = [{name: encoded[name] for name in ("input_ids", "assistant_masks")}]
-    else:
-        render = partial(render, tokenize=False)
-        found = [_masked(text, spans, tokenizer) for text, spans in _texts(messages, render)]
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            "tokenizer must be a fast one, which knows where in a text its tokens are, got "
+            f"{type(tokenizer).__name__}; load it by AutoTokenizer, or convert it."
+        )
+    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
+    template = tokenizer.get_chat_template(tools=tools)
+    has_marks = _MARK.search(template)
+    texts = [_marked(messages, render, template)] if has_marks else _unmarked(messages, render)
+    found = [_masked(*text, tokenizer) for text in texts]
     if not any(any(document["assistant_masks"]) for document in found):
         raise ValueError(
             "messages must hold an answer, of the role 'assistant', got none; leave the chat out."
@@ -42,11 +55,23 @@ def tokenize_chat(
     return found
 
 
-def _texts(messages: Sequence[Mapping[str, Any]], render: Any) -> list[tuple[str, list[range]]]:
+def _marked(messages: Sequence[Mapping[str, Any]], render: Any, template: str) -> _Text:
+    """The text of a chat whose template marks the answers.
+
+    The masks of transformers are wrong where an answer begins or ends with a space (the rest of
+    the chat is learned, or nothing of it) or ends with a character of several tokens.
+    """
+    seen = _MARK.sub(rf"\1if true %}}{_SEEN}{{% endif\2", template)  # keeps the white space
+    parts = render(messages, chat_template=seen).split(_SEEN)
+    ends = list(accumulate(map(len, parts)))
+    return "".join(parts), list(map(range, ends[0::2], ends[1::2]))
+
+
+def _unmarked(messages: Sequence[Mapping[str, Any]], render: Any) -> list[_Text]:
     """Texts that end with an answer, and where in them the answers are."""
-    texts: list[tuple[str, list[range]]] = []
+    texts: list[_Text] = []
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or not turn:
             continue
         prompt = render(messages[:turn], add_generation_prompt=True)
         text = render(messages[: turn + 1])
@@ -63,5 +88,6 @@ def _texts(messages: Sequence[Mapping[str, Any]], render: Any) -> list[tuple[str
 
 def _masked(text: str, spans: list[range], tokenizer: Any) -> dict[str, list[int]]:
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = [int(any(start in span for span in spans)) for start, _ in encoded["offset_mapping"]]
+    offsets = encoded["offset_mapping"]
+    mask = [int(any(x < span.stop and span.start < end for span in spans)) for x, end in offsets]
     return {"input_ids": encoded["input_ids"], "assistant_masks": mask}

@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from tokenizers.processors import ByteLevel
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from flexvarlen.packing import tokenize_chat
 from flexvarlen.verify.corpus import train_tokenizer
@@ -64,6 +65,34 @@ def test_answers_are_learned_with_marks_and_without():
     ((plain, same),) = learned(PLAIN)
     assert (plain, same) == (marked, text)
     assert tokenize_chat(CHAT, tokenizer_with(PLAIN)) == tokenize_chat(CHAT, tokenizer_with(MARKED))
+
+
+@pytest.mark.parametrize("trim", [True, False])
+@pytest.mark.parametrize(
+    "answers", [("yes ", "no"), (" yes", "  no"), ("yes \U0001f600", "no \u00e9")]
+)
+def test_marked_answers_may_begin_or_end_with_any_character(trim, answers):
+    """The masks of transformers reach into the next question, or leave answers out."""
+    tokenizer = tokenizer_with(MARKED.replace("<e>{% endgeneration %}", "{% endgeneration %}<e>"))
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=trim)
+    first, second = ({"role": "assistant", "content": answer} for answer in answers)
+    chat = [CHAT[0], first, CHAT[2], second]
+    (found,) = tokenize_chat(chat, tokenizer)
+    pairs = zip(found["input_ids"], found["assistant_masks"], strict=True)
+    answer = tokenizer.decode([token for token, mask in pairs if mask])
+    assert answer.replace(" ", "") == "".join(answers).replace(" ", "")
+
+
+def test_a_greeting_before_the_first_question_is_not_learned_without_marks():
+    greeting = {"role": "assistant", "content": "hello"}
+    ((answers, text),) = learned(PLAIN, [greeting, *CHAT])
+    assert answers == f"{FIRST}<e>{SECOND}<e>"
+    assert text.startswith("[assistant] hello<e>")
+
+
+def test_a_tokenizer_without_offsets_is_refused():
+    with pytest.raises(ValueError, match=r"tokenizer must be a fast one.*ByT5Tokenizer"):
+        tokenize_chat(CHAT, ByT5Tokenizer())
 
 
 def test_what_follows_the_last_answer_is_not_needed():
