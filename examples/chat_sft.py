@@ -35,6 +35,10 @@ def read_chats(data: Path, tokenizer: Any) -> list[list[dict[str, list[int]]]]:
                 chats.append(fv.tokenize_chat(chat["messages"], tokenizer, tools=chat.get("tools")))
         except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
             raise typer.BadParameter(f"no chat in line {number} of {data}: {error}") from error
+    if len(chats) < 2:
+        raise typer.BadParameter(
+            f"{data} must hold two chats, as one is held out, got {len(chats)}."
+        )
     return chats
 
 
@@ -61,7 +65,7 @@ def sum_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def main(
     model: Annotated[str, typer.Option(help="A folder or a hub name.")],
-    data: Annotated[Path, typer.Option(help="A JSON-lines file.")],
+    data: Annotated[Path, typer.Option(help="A JSON-lines file.", exists=True, dir_okay=False)],
     lora: Annotated[int, typer.Option(help="Rank of LoRA; 0 trains all weights.")] = 16,
     qlora: Annotated[bool, typer.Option("--qlora", help="LoRA on 4-bit weights.")] = False,
     tokens: Annotated[int, typer.Option(help="Of a row; a longer chat is cut off.")] = 4096,
@@ -89,7 +93,7 @@ def main(
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     if chat_template:
-        tokenizer.chat_template = chat_template.read_text()
+        tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
     if not tokenizer.chat_template:
         raise typer.BadParameter("the model has no chat template; pass one: --chat-template")
     chats = read_chats(data, tokenizer)

@@ -140,6 +140,17 @@ def test_no_file_and_no_template_are_refused(load, folder, tmp_path):
         load("chat_sft").main(**inputs, data=folder / "chats.jsonl")
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_data_of_which_none_is_left_to_train_on_is_refused(load, folder, tmp_path, count):
+    file, tokenizer = tmp_path / "few.jsonl", AutoTokenizer.from_pretrained(folder / "tiny")
+    file.write_text(f"{json.dumps({'messages': chat_of('a', 'b')})}\n" * count)
+    with pytest.raises(typer.BadParameter, match=f"two chats, as one is held out, got {count}"):
+        load("chat_sft").read_chats(file, tokenizer)
+    pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+    with pytest.raises(typer.BadParameter, match=f"two pairs, as one is held out, got {count}"):
+        load("embeddings").read_pairs(file)
+
+
 def test_four_bits_need_bitsandbytes(load, folder, monkeypatch):
     sft = load("chat_sft")
     monkeypatch.setattr(sft, "find_spec", lambda name: None)
@@ -188,7 +199,7 @@ def test_embeddings_learn_the_same_padded_and_packed(load, folder, tmp_path, cap
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([{"question": "a", "answer": "b"}], r"'anchor' and 'positive', got \['question'"),
+        ([{"question": "a", "answer": "b"}] * 2, r"'anchor' and 'positive', got \['question'"),
         ([{"anchor": "a", "positive": "b"}, {"anchor": "c"}], "'positive', got none in object 2"),
     ],
     ids=["names", "missing"],
