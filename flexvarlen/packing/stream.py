@@ -52,7 +52,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
     Raises:
         ValueError: an argument is invalid; or, while rows are drawn, an example is no tokenized
             document (the message has its number), or nothing is learned in as many as the buffer
-            holds, or in the whole stream.
+            holds, or, without loader workers, in the whole stream.
 
     >>> stream = StreamPacker([[1, 2, 3, 4, 5], [6, 7, 8], list(range(10, 19))], 8, buffer=4)
     >>> [[document["input_ids"].tolist() for document in row] for row in stream]
@@ -84,6 +84,8 @@ class StreamPacker(IterableDataset[list[Columns]]):
         self._taken = self._begin = 0  # rows yielded, and to pass over in the next pass
         # Loader workers that persist see the epoch of the main process.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        # The main process sees that workers pack, and so that it knows of no rows.
+        self._in_workers = torch.zeros((), dtype=torch.bool).share_memory_()
 
     def __iter__(self) -> Iterator[list[Columns]]:
         """Yield the packed rows, after those of the loaded state.
@@ -91,6 +93,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
         Raises:
             ValueError: see the class; or the stream has fewer rows than were consumed.
         """
+        self._in_workers.fill_(get_worker_info() is not None)
         begin, self._begin = self._begin, 0
         rows = self._rows()
         self._taken = sum(1 for _ in islice(rows, begin))
@@ -122,8 +125,16 @@ class StreamPacker(IterableDataset[list[Columns]]):
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the number of its rows that were yielded.
 
-        May be called between any two rows. A `DataLoader` with workers prefetches rows.
+        May be called between any two rows.
+
+        Raises:
+            ValueError: loader workers yield the rows, each in its own copy.
         """
+        if self._in_workers and get_worker_info() is None:
+            raise ValueError(
+                "num_workers must be 0 where the state of a StreamPacker is saved, as each worker "
+                "counts its own rows, got workers; leave them out, or let Trainer skip batches."
+            )
         settings = {"tokens": self.tokens, "long": self.long, "buffer": self.buffer}
         return {"epoch": int(self._epoch), "rows": self._taken, **settings}
 

@@ -232,6 +232,15 @@ def test_loader_workers_give_each_document_once(source, workers):
     assert sorted(found) == list(range(12))
 
 
+def test_state_of_a_stream_that_workers_pack_is_refused():
+    """The main process would say that no row was yielded, and all would come again."""
+    stream = fv.StreamPacker([[1, 2, 3]] * 8, 3)
+    assert len(list(DataLoader(stream, batch_size=None, num_workers=1))) == 8
+    with pytest.raises(ValueError, match="num_workers must be 0 where the state"):
+        stream.state_dict()
+    assert len(list(stream)) == stream.state_dict()["rows"] == 8
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_trainer_steps_are_those_of_the_documents_alone(batch, workers, tmp_path):
