@@ -36,7 +36,7 @@ def tokenize_chat(
 
     Raises:
         ValueError: the tokenizer is not fast or has no template, or there is no answer, or one does
-            not begin with its prompt.
+            not begin with its prompt, has no end, or has tool calls that no template writes.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
@@ -45,6 +45,11 @@ def tokenize_chat(
         )
     render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
     template = tokenizer.get_chat_template(tools=tools)
+    if "tool_calls" not in template and any(each.get("tool_calls") for each in messages):
+        raise ValueError(
+            "the chat template must write tool_calls, which else are learned as empty answers; use "
+            "one that does, or leave the chat out."
+        )
     has_marks = _MARK.search(template)
     texts = [_marked(messages, render, template)] if has_marks else _unmarked(messages, render)
     found = [_masked(*text, tokenizer) for text in texts]
@@ -80,9 +85,16 @@ def _unmarked(messages: Sequence[Mapping[str, Any]], render: Any) -> list[_Text]
                 f"the chat template must mark answers, as it writes message {turn} otherwise than "
                 "its prompt begins; put {% generation %} and {% endgeneration %} around them."
             )
+        answer, content = text[len(prompt) :].rstrip(), message.get("content")
+        if isinstance(content, str) and content.strip() and answer.endswith(content.strip()):
+            raise ValueError(
+                f"the chat template must end message {turn}, or the model learns to answer without "
+                "an end; put {% generation %} and {% endgeneration %} around answers, with the "
+                "token after them."
+            )
         goes_on = texts and prompt.startswith(texts[-1][0])
         spans = texts.pop()[1] if goes_on else []
-        texts.append((text, [*spans, range(len(prompt), len(text.rstrip()))]))
+        texts.append((text, [*spans, range(len(prompt), len(prompt) + len(answer))]))
     return texts
 
 

@@ -123,6 +123,23 @@ def test_a_template_whose_answers_do_not_begin_with_their_prompt_is_refused():
         learned(template)
 
 
+def test_a_template_whose_answers_have_no_end_is_refused():
+    """As GLM's, whose answers end where the next question begins."""
+    with pytest.raises(ValueError, match="the chat template must end message 1"):
+        learned(PLAIN.replace("<e>", ""))
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_tool_calls_that_the_template_leaves_out_are_refused(template):
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}, *CHAT]
+    with pytest.raises(ValueError, match="the chat template must write tool_calls"):
+        learned(template, chat)
+    written = template.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")
+    ((answers, _),) = learned(written, chat)
+    assert "look" in answers
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_a_chat_without_an_answer_is_refused(template):
     with pytest.raises(ValueError, match="messages must hold an answer"):
