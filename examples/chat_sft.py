@@ -36,9 +36,7 @@ def read_chats(data: Path, tokenizer: Any) -> list[list[dict[str, list[int]]]]:
         except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
             raise typer.BadParameter(f"no chat in line {number} of {data}: {error}") from error
     if len(chats) < 2:
-        raise typer.BadParameter(
-            f"{data} must hold two chats, as one is held out, got {len(chats)}."
-        )
+        raise typer.BadParameter(f"{data} needs two chats, as one is held out, got {len(chats)}.")
     return chats
 
 
@@ -65,7 +63,7 @@ def sum_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def main(
     model: Annotated[str, typer.Option(help="A folder or a hub name.")],
-    data: Annotated[Path, typer.Option(help="A JSON-lines file.", exists=True, dir_okay=False)],
+    data: Annotated[Path, typer.Option(help="A JSON-lines file.")],
     lora: Annotated[int, typer.Option(help="Rank of LoRA; 0 trains all weights.")] = 16,
     qlora: Annotated[bool, typer.Option("--qlora", help="LoRA on 4-bit weights.")] = False,
     tokens: Annotated[int, typer.Option(help="Of a row; a longer chat is cut off.")] = 4096,
@@ -99,20 +97,24 @@ def main(
     chats = read_chats(data, tokenizer)
     held_out = [document for chat in chats[::10] for document in chat]
     learned = [document for i, chat in enumerate(chats) if i % 10 for document in chat]
+    train, test = (fv.PackedDataset(x, tokens, long="truncate") for x in (learned, held_out))
     network = load_model(model, lora, qlora)
     if checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     trainer = transformers.Trainer(
         fv.patch_model(network),
         arguments,
-        train_dataset=fv.PackedDataset(learned, tokens, long="truncate"),
-        eval_dataset=fv.PackedDataset(held_out, tokens, long="truncate"),
+        train_dataset=train,
+        eval_dataset=test,
         data_collator=fv.PackedCollator(tokenizer),
         processing_class=tokenizer,
         callbacks=[fv.IsolationCallback()],
         preprocess_logits_for_metrics=sum_losses,
         # of all tokens, where Trainer's own eval_loss is the mean of the rows' means
         compute_metrics=lambda found: {"loss_per_token": np.divide(*found.predictions.sum(0))},
+    )
+    trainer.accelerator.print(
+        f"Chats cut: {train.num_long}; no answer left in {train.num_dropped}."
     )
     before = trainer.evaluate()["eval_loss_per_token"]
     trainer.train()

@@ -28,7 +28,7 @@ def read_pairs(data: Path) -> Dataset:
     """Texts that belong together, in the order in which the loss takes them."""
     lines = data.read_text(encoding="utf-8").split("\n")
     if (count := sum(map(bool, map(str.strip, lines)))) < 2:
-        raise typer.BadParameter(f"{data} must hold two pairs, as one is held out, got {count}.")
+        raise typer.BadParameter(f"{data} needs two pairs, as one is held out, got {count}.")
     pairs = Dataset.from_json(str(data))
     names = [name for name in ("anchor", "positive", "negative") if name in pairs.column_names]
     if names[:2] != ["anchor", "positive"]:
@@ -56,7 +56,7 @@ def share_found(model: SentenceTransformer, pairs: Dataset, batch: int) -> float
 
 def main(
     model: Annotated[str, typer.Option(help="A folder or a hub name.")],
-    data: Annotated[Path, typer.Option(help="A JSON-lines file.", exists=True, dir_okay=False)],
+    data: Annotated[Path, typer.Option(help="A JSON-lines file.")],
     batch: Annotated[int, typer.Option(help="Pairs per rank and step; more teach more.")] = 128,
     max_length: Annotated[int, typer.Option(help="Tokens of a text.")] = 512,
     epochs: float = 1,

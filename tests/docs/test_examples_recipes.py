@@ -140,6 +140,19 @@ def test_no_file_and_no_template_are_refused(load, folder, tmp_path):
         load("chat_sft").main(**inputs, data=folder / "chats.jsonl")
 
 
+def test_chats_that_are_cut_are_counted(load, folder, tmp_path, capsys):
+    lines = [chat_of("say it " * count, "packed " * 5) for count in (1, 1, 3, 30, 60)]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("\n".join(json.dumps({"messages": each}) for each in lines))
+    sft = load("chat_sft")
+    _, *learned = sft.read_chats(data, AutoTokenizer.from_pretrained(folder / "tiny"))
+    sizes = [len(document["input_ids"]) for (document,) in learned]
+    tokens = sizes[1] - 1  # the second loses the end of its answer, two others all of it
+    sft.main(str(folder / "tiny"), data, tokens=tokens, out=tmp_path / "out")
+    said = capsys.readouterr().out
+    assert "Chats cut: 3; no answer left in 2." in said
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_data_of_which_none_is_left_to_train_on_is_refused(load, folder, tmp_path, count):
     file, tokenizer = tmp_path / "few.jsonl", AutoTokenizer.from_pretrained(folder / "tiny")
