@@ -24,7 +24,8 @@ PIPE_SECONDS = 10.0  # between two lines of progress, where the output is no ter
 def console_of(*, stderr: bool = False) -> Console:
     """As wide as its terminal; in a pipe as COLUMNS says, else `PLAIN_WIDTH`."""
     found = Console(stderr=stderr)
-    if not found.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+    columns = os.environ.get("COLUMNS", "")
+    if not found.is_terminal and not (columns.isdigit() and int(columns)):
         found.width = PLAIN_WIDTH
     return found
 

@@ -168,7 +168,7 @@ def test_own_text_and_options_reach_the_records_each_of_which_is_written_once(ru
     assert "pydoc" not in case["source"]
 
 
-@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("200", 200), (None, 140)])
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("200", 200), ("0", 140), (None, 140)])
 def test_a_pipe_is_as_wide_as_columns_says(columns, width, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns is not None:
