@@ -113,9 +113,7 @@ def main(
         # of all tokens, where Trainer's own eval_loss is the mean of the rows' means
         compute_metrics=lambda found: {"loss_per_token": np.divide(*found.predictions.sum(0))},
     )
-    trainer.accelerator.print(
-        f"Documents cut: {train.num_long}; answers lost: {train.num_dropped}."
-    )
+    trainer.accelerator.print(f"Documents cut: {train.num_long}; left out: {train.num_dropped}.")
     before = trainer.evaluate()["eval_loss_per_token"]
     trainer.train()
     after = trainer.evaluate()["eval_loss_per_token"]

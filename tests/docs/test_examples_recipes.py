@@ -150,7 +150,7 @@ def test_chats_that_are_cut_are_counted(load, folder, tmp_path, capsys):
     tokens = sizes[1] - 1  # the second loses the end of its answer, two others all of it
     sft.main(str(folder / "tiny"), data, tokens=tokens, out=tmp_path / "out")
     said = capsys.readouterr().out
-    assert "Documents cut: 3; answers lost: 2." in said
+    assert "Documents cut: 3; left out: 2." in said
 
 
 @pytest.mark.parametrize("count", [0, 1])
