@@ -3,7 +3,6 @@
 Each line of `--data` is a JSON object with `messages`; only the assistant's answers are learned.
 Every tenth chat is held out. What is saved needs no flexvarlen: `generate.py` lets it answer.
 
-    accelerate launch examples/chat_sft.py --model Qwen/Qwen3-0.6B --data chats.jsonl
     accelerate launch examples/chat_sft.py --model Qwen/Qwen3-8B --data chats.jsonl --qlora
 """
 
@@ -30,11 +29,9 @@ def read_chats(data: Path, tokenizer: Any) -> list[list[dict[str, list[int]]]]:
         try:
             if line.strip():
                 chat = json.loads(line)
-                if "messages" not in chat:
-                    raise ValueError("messages must hold objects with role and content, got none")
                 chats.append(fv.tokenize_chat(chat["messages"], tokenizer, tools=chat.get("tools")))
         except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
-            raise typer.BadParameter(f"no chat in line {number} of {data}: {error}") from error
+            raise typer.BadParameter(f"no chat in line {number} of {data}: {error!r}") from error
     if len(chats) < 2:
         raise typer.BadParameter(f"{data} needs two chats, as one is held out, got {len(chats)}.")
     return chats
@@ -42,12 +39,10 @@ def read_chats(data: Path, tokenizer: Any) -> list[list[dict[str, list[int]]]]:
 
 def load_model(name: str, lora: int, qlora: bool) -> Any:
     """A model with an adapter, over weights of 4 bits with `qlora`; without, if `lora` is 0."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available()  # on a CPU, evaluating takes 4-bit weights' gradients away
     if qlora and not (lora and on_gpu and find_spec("bitsandbytes")):
-        # on a CPU its weights have no gradients once the model was evaluated
         raise typer.BadParameter("--qlora needs a GPU, --lora, and: pip install bitsandbytes")
-    # frozen weights may be bf16; trained weights stay fp32
-    dtype = torch.bfloat16 if lora and on_gpu else torch.float32
+    dtype = torch.bfloat16 if lora and on_gpu else torch.float32  # trained weights stay fp32
     four = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
     options = {"quantization_config": transformers.BitsAndBytesConfig(**four)} if qlora else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
@@ -56,7 +51,7 @@ def load_model(name: str, lora: int, qlora: bool) -> Any:
 
 
 def sum_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """`[1, 2]`: the sum of the losses of a packed row's labels, and their number."""
+    """`[1, 2]`: of a packed row; Trainer's own eval_loss is a mean of the rows' means."""
     losses = cross_entropy(logits[0, :-1].float(), labels[0, 1:], reduction="sum")
     return torch.stack([losses, (labels[0, 1:] != -100).sum()])[None]
 
@@ -110,7 +105,6 @@ def main(
         processing_class=tokenizer,
         callbacks=[fv.IsolationCallback()],
         preprocess_logits_for_metrics=sum_losses,
-        # of all tokens, where Trainer's own eval_loss is the mean of the rows' means
         compute_metrics=lambda found: {"loss_per_token": np.divide(*found.predictions.sum(0))},
     )
     trainer.accelerator.print(f"Documents cut: {train.num_long}; left out: {train.num_dropped}.")
