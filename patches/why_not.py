@@ -206,8 +206,6 @@ def why_no_trees(parts: ModelParts) -> str | None:
     """What in a model documents that share prefixes do not go with, or None."""
     if not parts.causal:
         return "bidirectional attention"
-    if parts.recurrent:
-        return "recurrent layers, whose state would have to branch"
     if parts.has_longrope:
         return "rope_type 'longrope', whose frequencies depend on how long a document is"
     return None

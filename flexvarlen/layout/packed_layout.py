@@ -5,7 +5,7 @@ Shapes: T = total_tokens (padding included), N = number of document slots (`capa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -656,26 +656,14 @@ max_seqlen_bound=6, device=cpu)
         cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
         if cu_seqlens is self.cu_seqlens:
             return self
-        padding = self.padding
-        if padding is not None:
-            padding = padding.to(device, non_blocking=non_blocking)
-        table = None if self.segments is None else self.segments.table
-        if table is not None:
-            table = table.to(device, non_blocking=non_blocking)
-        return self._with(cu_seqlens, padding, table)
+        return self._with(cu_seqlens, lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedLayout:
         """The same layout with its tensors in page-locked memory; a `DataLoader` calls it."""
-        padding = None if self.padding is None else self.padding.pin_memory()
-        table = None if self.segments is None else self.segments.table.pin_memory()
-        return self._with(self.cu_seqlens.pin_memory(), padding, table)
+        return self._with(self.cu_seqlens.pin_memory(), Tensor.pin_memory)
 
-    def _with(
-        self, cu_seqlens: Tensor, padding: Tensor | None, table: Tensor | None
-    ) -> PackedLayout:
-        segments = self.segments
-        if segments is not None and table is not None:
-            segments = segments.with_table(table)
+    def _with(self, cu_seqlens: Tensor, move: Callable[[Tensor], Tensor]) -> PackedLayout:
+        """The same layout with these boundaries, and `move` of its other tensors."""
         made = PackedLayout(
             cu_seqlens,
             cu_seqlens_host=self.cu_seqlens_host,
@@ -683,9 +671,9 @@ max_seqlen_bound=6, device=cpu)
             max_seqlen_bound=self.max_seqlen_bound,
             num_docs=self.num_docs,
             max_seqlen=self.max_seqlen,
-            padding=padding,
+            padding=None if self.padding is None else move(self.padding),
             has_padding=self.has_padding,
-            segments=segments,
+            segments=None if self.segments is None else self.segments.moved(move),
         )
         return made.fix_launch_sizes() if self._fixed_launch else made
 
@@ -701,8 +689,7 @@ max_seqlen_bound=6, device=cpu)
         if self.padding is not None and other.padding is not None:
             self.padding.copy_(other.padding, non_blocking=True)
         if self.segments is not None and other.segments is not None:
-            self.segments.table.copy_(other.segments.table, non_blocking=True)
-            self.segments = other.segments.with_table(self.segments.table)
+            self.segments = other.segments.copied_to(self.segments)
         host = other.cu_seqlens_host
         if host is not None:
             # On the CPU both must stay the same tensor: compiled graphs guard on the aliasing.

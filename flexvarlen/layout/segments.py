@@ -11,7 +11,7 @@ Shapes: T = total_tokens, S = number of segment slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flexvarlen.layout.arguments import as_int, integers
 from flexvarlen.layout.boundaries import HAS_TRITON, host_int32, is_traced, slots_of
+from flexvarlen.layout.level_order import LevelOrder
 
 
 @dataclass(eq=False)
@@ -32,12 +33,14 @@ class Segments:
         lengths: tokens of each segment, on the host.
         parents: the index of the segment above each, -1 at a root; on the host.
         max_depth: a bound on the number of segments on a path.
+        by_level: the segments by their depth.
     """
 
     table: Tensor
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     max_depth: int
+    by_level: LevelOrder
 
     @classmethod
     def of(
@@ -81,11 +84,20 @@ class Segments:
         rows = ((starts, token), (ends, token), (offsets, 0), (depths, -1))
         flat = host_int32([x for row, fill in rows for x in row + [fill] * spare], device)
         table = flat.view(4, -1).to(device, non_blocking=True)
-        return cls(table, tuple(sizes), tuple(above), most)
+        by_level = LevelOrder.of(sizes, above, depths, capacity, most, device)
+        return cls(table, tuple(sizes), tuple(above), most, by_level)
 
-    def with_table(self, table: Tensor) -> Segments:
-        """The same segments, their table on another device."""
-        return Segments(table, self.lengths, self.parents, self.max_depth)
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Segments:
+        """The same segments, with `move` of their tables."""
+        by_level = self.by_level.with_table(move(self.by_level.table))
+        return replace(self, table=move(self.table), by_level=by_level)
+
+    def copied_to(self, other: Segments) -> Segments:
+        """The same segments in the tables of `other`, whose values are lost. No sync."""
+        other.table.copy_(self.table, non_blocking=True)
+        other.by_level.table.copy_(self.by_level.table, non_blocking=True)
+        by_level = self.by_level.with_table(other.by_level.table)
+        return replace(self, table=other.table, by_level=by_level)
 
     def tree_lengths(self) -> list[int]:
         """Tokens of each document."""

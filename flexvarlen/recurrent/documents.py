@@ -1,32 +1,66 @@
 """`RecurrentDocuments`: the documents of a packed row, as convolutions and scans need them.
 
-Shapes: T = total_tokens; N = `capacity` of the layout.
+Shapes: T = total_tokens; N = number of slots: of documents, or of the segments of trees.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flexvarlen.layout.boundaries import slots_of
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.segments import Segments
 
 CHUNK = 64
 """Tokens of a chunk of fla's kernels."""
 
 
+class Branches(NamedTuple):
+    """What trees add: where a segment goes on, in the order of their levels (see `LevelOrder`).
+
+    Attributes:
+        parents: int32 `[N + 1]`, the slot whose final state each starts from, -1 at a root.
+        starts, levels: of `LevelOrder`, on the host.
+        to_levels: int64 `[T]`, the tokens of the row in the order of the levels.
+        to_row: int64 `[T]`, its inverse.
+    """
+
+    parents: Tensor
+    starts: Tensor
+    levels: Tensor
+    to_levels: Tensor
+    to_row: Tensor
+
+    @classmethod
+    def of(cls, segments: Segments, total_tokens: int) -> Branches:
+        """Those of a row's segments. No sync; traces."""
+        order, starts = segments.by_level, segments.table[0]
+        tokens = torch.arange(total_tokens, device=starts.device, dtype=torch.int32)
+        slots = slots_of(starts, tokens)
+        to_row = tokens - starts[slots] + order.table[0][order.table[3][slots]]
+        to_levels = torch.empty_like(to_row).scatter_(0, to_row.long(), tokens)
+        return cls(order.table[1], order.starts, order.levels, to_levels.long(), to_row.long())
+
+
 class RecurrentDocuments:
     """What all recurrent layers of one forward share.
 
-    Padding after the last document is a document of its own here, as kernels leave tokens outside
-    of all documents unwritten.
+    Documents that are trees run in the order of their levels: `to_levels` before a layer, `to_row`
+    after it. All other attributes are in that order; a segment is then what a document is
+    elsewhere. Padding after the last document is a document of its own here, as kernels leave
+    tokens outside of all documents unwritten.
 
     Attributes:
         layout: the documents.
-        offsets: int64 `[T]`, the index of each token in its document.
-        seq_idx: int32 `[1, T]`, the slot of each token.
+        branches: of trees; None of plain documents.
+        previous: int32 `[T]`, the token before each in its document, or on its path; -1 if none.
+        seq_idx: int32 `[1, T]`, the slot of each token; None of trees.
         padding: bool `[T]`, True at padding; None where the host knows that there is none.
-        cu_seqlens: int32 `[N + 3]`: those of the layout, then T twice. Slot i holds the tokens from
+        cu_seqlens: int32 `[N + 3]`: the boundaries, then T twice. Slot i holds the tokens from
             `cu_seqlens[i]` to `cu_seqlens[i + 1]`: the documents, unused slots, the padding after
             the last document, and at the end a slot that is always empty.
         chunk_indices: int32 `[T // 64 + N + 1, 2]`: the slot of each chunk of 64 tokens, and its
@@ -43,17 +77,24 @@ class RecurrentDocuments:
                 not made inside of one (layers that are compiled one by one).
         """
         self.layout, self.for_any_row = layout, for_any_row
-        self.offsets = layout.position_ids()
-        self.seq_idx = layout.document_ids()[None]
         for_any_row = for_any_row or torch.compiler.is_compiling()
         known_full = not for_any_row and layout.has_padding is False
         self.padding = None if known_full else ~layout.real_tokens()
-        self.cu_seqlens = pad(layout.cu_seqlens, (0, 2), value=layout.total_tokens)
-        chunks = (self.cu_seqlens.diff() + CHUNK - 1) // CHUNK
-        ends, slots = chunks.cumsum(0), chunks.shape[0]
-        index = torch.arange(layout.total_tokens // CHUNK + slots - 1, device=ends.device)
-        slot = torch.searchsorted(ends, index, right=True).clamp(max=slots - 1)
-        self.chunk_indices = torch.stack([slot, index - (ends - chunks)[slot]], dim=1).int()
+        total_tokens, segments = layout.total_tokens, layout.segments
+        tokens = torch.arange(total_tokens, device=layout.device, dtype=torch.int32)
+        if segments is None:
+            starts, before = layout.cu_seqlens, None
+            self.branches = None
+            self.seq_idx = layout.document_ids()[None]
+        else:
+            starts, _, before, _ = segments.by_level.table
+            self.branches = Branches.of(segments, total_tokens)
+            self.seq_idx = None
+        slots = slots_of(starts, tokens)
+        first = -1 if before is None else before[slots]
+        self.previous = torch.where(tokens == starts[slots], first, tokens - 1)
+        self.cu_seqlens = pad(starts, (0, 2), value=total_tokens)
+        self.chunk_indices = _chunk_indices(self.cu_seqlens, total_tokens)
 
     def to(
         self, device: torch.device | str | int | None, *, non_blocking: bool = False
@@ -71,3 +112,43 @@ class RecurrentDocuments:
         if self.padding is None:
             return x
         return x.masked_fill(self.padding.view(1, -1, *[1] * (x.ndim - 2)), 0)
+
+    def to_levels(self, x: Tensor) -> Tensor:
+        """Tokens `[B, S, ...]` of the row in the order in which recurrent layers run; T = B·S."""
+        if self.branches is None:
+            return x
+        return _Permuted.apply(x, self.branches.to_levels, self.branches.to_row)
+
+    def to_row(self, x: Tensor) -> Tensor:
+        """The inverse of `to_levels`."""
+        if self.branches is None:
+            return x
+        return _Permuted.apply(x, self.branches.to_row, self.branches.to_levels)
+
+
+class _Permuted(torch.autograd.Function):
+    """x `[B, S, ...]` with its B·S tokens in another order.
+
+    The gradient of an index would be added up token by token, in any order.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        return x.flatten(0, 1)[order].view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.flatten(0, 1)[inverse].view_as(grad), None, None
+
+
+def _chunk_indices(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
+    chunks = (cu_seqlens.diff() + CHUNK - 1) // CHUNK
+    ends, slots = chunks.cumsum(0), chunks.shape[0]
+    index = torch.arange(total_tokens // CHUNK + slots - 1, device=ends.device)
+    slot = torch.searchsorted(ends, index, right=True).clamp(max=slots - 1)
+    return torch.stack([slot, index - (ends - chunks)[slot]], dim=1).int()

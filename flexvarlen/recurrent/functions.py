@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -94,30 +94,32 @@ def convolve(
             "the convolution's activation must be silu or None in a packed row, got "
             f"{activation!r}; use the model's own implementation, one document per row."
         )
-    if fla_kernels.why_not(x_TC) is None:
-        silu = None if activation is None else "silu"
+    silu = activation is not None
+    if fla_kernels.why_not(x_TC) is None and documents.branches is None:
         out = causal_convolution(
-            x_TC, weight, bias, silu, documents.cu_seqlens, documents.chunk_indices
+            x_TC,
+            weight,
+            bias,
+            "silu" if silu else None,
+            documents.cu_seqlens,
+            documents.chunk_indices,
         )
-    elif original.kernel is not None and x_TC.is_cuda and x_TC.dtype != torch.float64:
-        x_CT = x_TC.transpose(1, 2)
-        out = original.kernel(x_CT, weight, bias, activation, seq_idx=documents.seq_idx)
-        out = out.transpose(1, 2)
     else:
-        out = _convolve(x_TC[0], weight, bias, documents.offsets)[None]
-        out = (out if activation is None else F.silu(out)).to(x_TC.dtype)
+        out = _convolve(x_TC[0], weight, bias, documents.previous)[None]
+        out = (F.silu(out) if silu else out).to(x_TC.dtype)
     out = documents.zero_padding(out)
     return out.view(batch, row_tokens, channels).transpose(1, 2)
 
 
-def _convolve(x_TC: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """A sum over shifted copies, each without the tokens that another document would lend."""
+def _convolve(x_TC: Tensor, weight: Tensor, bias: Tensor | None, previous: Tensor) -> Tensor:
+    """A sum over the tokens before each on its path."""
     dtype = torch.promote_types(weight.dtype, torch.float32)  # as F.conv1d sums
     x_TC, weight = x_TC.to(dtype), weight.to(dtype)
-    out = x_TC * weight[:, -1]
-    for shift in range(1, weight.shape[1]):
-        shifted = F.pad(x_TC, (0, 0, shift, 0))[: x_TC.shape[0]]
-        out = out + torch.where(offsets[:, None] >= shift, shifted, 0) * weight[:, -1 - shift]
+    out, before = x_TC * weight[:, -1], previous
+    for back in range(2, weight.shape[1] + 1):
+        there, index = before >= 0, before.clamp(min=0).long()
+        out = out + x_TC[index].masked_fill(~there[:, None], 0) * weight[:, -back]
+        before = torch.where(there, previous[index], -1)
     return out if bias is None else out + bias
 
 
@@ -161,11 +163,19 @@ def gated_delta_rule(
         out = operator(*rows, documents.cu_seqlens, documents.chunk_indices)[0]
     else:
 
-        def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-            alone: Tensor = original.plain_torch(
-                q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel
-            )[0]
-            return alone
+        def run(state: Tensor | None, keep: bool, *row: Tensor) -> tuple[Tensor, Tensor | None]:
+            q, k, v, g, beta = row
+            found: tuple[Tensor, Tensor | None] = original.plain_torch(
+                q,
+                k,
+                v,
+                g=g,
+                beta=beta,
+                initial_state=state,
+                output_final_state=keep,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            )
+            return found
 
         out = _loop_over_documents(run, documents, rows, rows[2], why=why)
     return documents.zero_padding(out).view(shape), None
@@ -212,7 +222,8 @@ def mamba2_scan(
     x, dt, B, C = (y.reshape(1, -1, *y.shape[2:]) for y in (hidden_states, dt, B, C))
     fixed: dict[str, Any] = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias}
     fixed |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    if original.kernel is not None and x.is_cuda and x.dtype != torch.float64:
+    serves = documents.seq_idx is not None and x.is_cuda and x.dtype != torch.float64
+    if original.kernel is not None and serves:
         out = original.kernel(x, dt, A, B, C, **fixed, seq_idx=documents.seq_idx)
     elif (why := fla_kernels.why_not(x)) is None:
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
@@ -222,9 +233,12 @@ def mamba2_scan(
         out = out if D is None else out + (x * D[:, None]).to(x.dtype)
     else:
 
-        def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
-            alone: Tensor = original.plain_torch(x, dt, A, B, C, **fixed)
-            return alone
+        def run(state: Tensor | None, keep: bool, *row: Tensor) -> tuple[Tensor, Tensor | None]:
+            x, dt, B, C = row
+            found = original.plain_torch(
+                x, dt, A, B, C, **fixed, initial_states=state, return_final_states=keep
+            )
+            return found if keep else (found, None)
 
         out = _loop_over_documents(run, documents, [x, dt, B, C], x, why=why)
     return documents.zero_padding(out).view(hidden_states.shape)
@@ -241,28 +255,40 @@ def _refuse_states(initial: Tensor | None, final: bool) -> None:
 # ---- plain torch, one document at a time ----
 
 
+class _Scan(Protocol):
+    def __call__(
+        self, state: Tensor | None, keep: bool, *row: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The outputs of one document, from a state, and its final state if that is to be kept."""
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _loop_over_documents(
-    run: Callable[..., Tensor],
-    documents: RecurrentDocuments,
-    rows: list[Tensor],
-    like: Tensor,
-    *,
-    why: str,
+    run: _Scan, documents: RecurrentDocuments, rows: list[Tensor], like: Tensor, *, why: str
 ) -> Tensor:
     """Call `run` with each document's part `[1, length, ...]` of the rows; zeros at padding.
 
-    One sync if only the device knows the documents. Warns once of the cost, and says why.
+    A segment of a tree starts from the final state of its parent. One sync if only the device
+    knows the documents. Warns once of the cost, and says why.
     """
     _warn_of_loop(why)
-    layout = documents.layout
-    bounds = layout.cu_seqlens if layout.cu_seqlens_host is None else layout.cu_seqlens_host
+    layout, branches = documents.layout, documents.branches
+    parents: list[int] = []
+    if branches is not None:
+        bounds, parents = branches.starts, branches.parents.tolist()
+    else:
+        bounds = layout.cu_seqlens if layout.cu_seqlens_host is None else layout.cu_seqlens_host
     ends: list[int] = bounds.tolist()
-    outs = [
-        run(*(x[:, start:end] for x in rows)).to(like.dtype)
-        for start, end in pairwise(ends)
-        if end > start
-    ]
+    with_children = set(parents)
+    states: list[Tensor | None] = []
+    outs = [like.new_zeros(1, 0, *like.shape[2:])]
+    for slot, (start, end) in enumerate(pairwise(ends)):
+        state = states[parents[slot]] if parents and parents[slot] >= 0 else None
+        if end > start:
+            row = (x[:, start:end] for x in rows)
+            out, state = run(state, slot in with_children, *row)
+            outs.append(out.to(like.dtype))
+        states.append(state)
     outs.append(like.new_zeros(1, layout.total_tokens - ends[-1], *like.shape[2:]))
     return torch.cat(outs, dim=1)
 

@@ -51,6 +51,7 @@ def patch_recurrent(layer: nn.Module) -> None:
             functions[name] = _dispatching(functions[name], _REPLACEMENTS.get(name))
     if _documents_hook not in layer._forward_pre_hooks.values():
         layer.register_forward_pre_hook(_documents_hook, with_kwargs=True)
+        layer.register_forward_hook(_output_hook, with_kwargs=True)
 
 
 def unpatch_recurrent(layer: nn.Module) -> None:
@@ -59,6 +60,10 @@ def unpatch_recurrent(layer: nn.Module) -> None:
         if hook is _documents_hook:
             del layer._forward_pre_hooks[number]
             layer._forward_pre_hooks_with_kwargs.pop(number, None)
+    for number, hook in tuple(layer._forward_hooks.items()):
+        if hook is _output_hook:
+            del layer._forward_hooks[number]
+            layer._forward_hooks_with_kwargs.pop(number, None)
 
 
 def _dispatching(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Any:
@@ -94,20 +99,36 @@ def _needs_plain_torch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _documents_hook(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass the documents on to the functions of a layer.
+    """Pass the documents on to the functions of a layer, and its tokens in their order.
 
     Raises:
         ValueError: it is called without documents.
     """
     context = kwargs.get(CONTEXT, kwargs.get(DOCUMENTS))
     kwargs[DOCUMENTS] = None
-    if isinstance(context, PackedForward):
-        if not context.fills_cache:
-            kwargs[DOCUMENTS] = context.recurrent
-            kwargs["attention_mask"] = None
-        else:  # the rows of a prefill: the layer fills the cache as transformers does
-            hidden_states = args[0] if args else kwargs["hidden_states"]
-            kwargs["attention_mask"] = context.mask_of_rows(hidden_states.shape[0])
-    elif not isinstance(context, Unpacked):
+    if isinstance(context, Unpacked):
+        return args, kwargs
+    if not isinstance(context, PackedForward):
         raise ValueError(LOST_DOCUMENTS)
-    return args, kwargs
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    documents = context.recurrent
+    if context.fills_cache:  # by rows of one document each, as transformers does
+        kwargs["attention_mask"] = context.mask_of_rows(hidden_states.shape[0])
+    elif documents is not None:
+        hidden_states = documents.to_levels(hidden_states)
+        kwargs |= {DOCUMENTS: documents, "attention_mask": None}
+    if args:
+        return (hidden_states, *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": hidden_states}
+
+
+def _output_hook(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Any:
+    """The output of a layer in the order of the row."""
+    documents = kwargs.get(DOCUMENTS)
+    if not isinstance(documents, RecurrentDocuments) or documents.branches is None:
+        return output
+    if isinstance(output, Tensor):
+        return documents.to_row(output)
+    return (documents.to_row(output[0]), *output[1:])
