@@ -28,12 +28,10 @@ class LevelOrder:
             root; the token before it on its path, -1 where there is none. Tokens are counted in
             this order. The fourth row: for each segment of the row its index in this order. Spare
             slots are empty and come last.
-        starts: int32 `[S + 1]`, the first row on the host.
         levels: int32 `[L + 1]` on the host: the first segment of each level, then their number.
     """
 
     table: Tensor
-    starts: Tensor
     levels: Tensor
 
     @classmethod
@@ -68,10 +66,9 @@ class LevelOrder:
         at_level = [sum(depth < level for depth in depths) for level in range(max_depth + 1)]
         return cls(
             flat.view(4, -1).to(device, non_blocking=True),
-            torch.tensor(first, dtype=torch.int32, device="cpu"),
             torch.tensor(at_level, dtype=torch.int32, device="cpu"),
         )
 
     def with_table(self, table: Tensor) -> LevelOrder:
         """The same order, its table on another device."""
-        return LevelOrder(table, self.starts, self.levels)
+        return LevelOrder(table, self.levels)

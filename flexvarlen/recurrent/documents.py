@@ -17,6 +17,8 @@ from flexvarlen.layout.segments import Segments
 
 CHUNK = 64
 """Tokens of a chunk of fla's kernels."""
+WIDEST_CONVOLUTION = 4
+"""The width up to which the next tokens of trees are listed, which all verified families have."""
 
 
 class Branches(NamedTuple):
@@ -24,13 +26,12 @@ class Branches(NamedTuple):
 
     Attributes:
         parents: int32 `[N + 1]`, the slot whose final state each starts from, -1 at a root.
-        starts, levels: of `LevelOrder`, on the host.
+        levels: of `LevelOrder`, on the host.
         to_levels: int64 `[T]`, the tokens of the row in the order of the levels.
         to_row: int64 `[T]`, its inverse.
     """
 
     parents: Tensor
-    starts: Tensor
     levels: Tensor
     to_levels: Tensor
     to_row: Tensor
@@ -43,7 +44,7 @@ class Branches(NamedTuple):
         slots = slots_of(starts, tokens)
         to_row = tokens - starts[slots] + order.table[0][order.table[3][slots]]
         to_levels = torch.empty_like(to_row).scatter_(0, to_row.long(), tokens)
-        return cls(order.table[1], order.starts, order.levels, to_levels.long(), to_row.long())
+        return cls(order.table[1], order.levels, to_levels.long(), to_row.long())
 
 
 class RecurrentDocuments:
@@ -58,6 +59,7 @@ class RecurrentDocuments:
         layout: the documents.
         branches: of trees; None of plain documents.
         previous: int32 `[T]`, the token before each in its document, or on its path; -1 if none.
+        next_tokens: of trees `_next_tokens`; None of plain documents, where each follows its own.
         seq_idx: int32 `[1, T]`, the slot of each token; None of trees.
         padding: bool `[T]`, True at padding; None where the host knows that there is none.
         cu_seqlens: int32 `[N + 3]`: the boundaries, then T twice. Slot i holds the tokens from
@@ -93,6 +95,8 @@ class RecurrentDocuments:
         slots = slots_of(starts, tokens)
         first = -1 if before is None else before[slots]
         self.previous = torch.where(tokens == starts[slots], first, tokens - 1)
+        has_branches = segments is not None and total_tokens > 0
+        self.next_tokens = _next_tokens(starts, self.previous) if has_branches else None
         self.cu_seqlens = pad(starts, (0, 2), value=total_tokens)
         self.chunk_indices = _chunk_indices(self.cu_seqlens, total_tokens)
 
@@ -152,3 +156,29 @@ def _chunk_indices(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
     index = torch.arange(total_tokens // CHUNK + slots - 1, device=ends.device)
     slot = torch.searchsorted(ends, index, right=True).clamp(max=slots - 1)
     return torch.stack([slot, index - (ends - chunks)[slot]], dim=1).int()
+
+
+def _next_tokens(starts: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens in whose convolution a token is, other than those that follow it in the row.
+
+    Args:
+        starts: int32 `[N + 1]`.
+        previous: int32 `[T]`.
+
+    Returns:
+        int32 `[T + 1]`, where in the list each token's part starts; the list, int32 `[9 N]`, of 4
+        times the next token plus its distance on the path, by token and slot; the rest is unused.
+    """
+    total_tokens, reach = previous.shape[0], WIDEST_CONVOLUTION - 1
+    ahead = torch.arange(reach, device=starts.device, dtype=torch.int32)
+    tokens = starts[:-1, None] + ahead
+    real = tokens < starts[1:, None]
+    keys, index = [], torch.where(real, tokens, -1)
+    for distance in range(1, reach + 1):
+        index = torch.where(index >= 0, previous[index.clamp(min=0)], -1)
+        listed = (index >= 0) & (tokens - index != distance)
+        keys.append(torch.where(listed, index, total_tokens))
+    codes = 4 * tokens[..., None] + ahead + 1
+    by_token, order = torch.stack(keys, dim=-1).flatten().sort(stable=True)
+    every = torch.arange(total_tokens + 1, device=starts.device, dtype=torch.int32)
+    return torch.searchsorted(by_token, every, out_int32=True), codes.flatten()[order]

@@ -1,9 +1,8 @@
 """The convolution and the scans of recurrent layers, with documents kept apart.
 
-Each takes the function of transformers that it replaces, and that function's arguments. fla's
-kernel runs where it can; mamba-ssm's, made for Mamba-2, before it; causal-conv1d's after it, as
-torch.compile breaks there. Otherwise a scan runs transformers' plain torch once per document, and
-the convolution is computed here for all documents at once.
+Each takes the function of transformers that it replaces, and that function's arguments. A scan runs
+by fla's kernel where it can; Mamba-2's by mamba-ssm's, where that is installed. Otherwise it runs
+transformers' plain torch, one document after another. The convolution is our own.
 
 Shapes: B rows of S tokens, T = B·S; C channels; W = width of the convolution; H heads of queries
 and keys, HV of values; K, V their head_dim; G groups and N state size of Mamba-2.
@@ -24,24 +23,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flexvarlen.recurrent import fla_kernels
+from flexvarlen.recurrent.convolution import causal_convolution
 from flexvarlen.recurrent.documents import RecurrentDocuments
-from flexvarlen.recurrent.fla_kernels.convolution import causal_convolution
 from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan
 from flexvarlen.recurrent.fla_kernels.delta_rules import gated_delta_rule as fla_gated_delta_rule
 from flexvarlen.recurrent.fla_kernels.delta_rules import kimi_delta_rule
-
-_WITH_DOCUMENTS = {
-    "causal_conv1d_fn": "causal_conv1d",
-    "mamba2_chunk_scan": "mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined",
-}
-"""Where other packages have the kernels of transformers' functions, if these take `seq_idx`."""
+from flexvarlen.recurrent.fla_kernels.states import Boundaries
 
 
 class TransformersFunction(NamedTuple):
     """A function of transformers.
 
     Attributes:
-        kernel: calls the kernel of causal-conv1d or mamba-ssm; None where that cannot be imported.
+        kernel: the function if it calls mamba-ssm's kernel, which takes `seq_idx`; else None.
         plain_torch: the same in plain torch, for one document.
     """
 
@@ -50,17 +44,15 @@ class TransformersFunction(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> TransformersFunction:
-        """Describe a function of a modeling module; imports the package that it would call."""
+        """Describe a function of a modeling module; imports mamba-ssm for Mamba-2's scan."""
         plain = inspect.unwrap(function)
-        where, _, name = _WITH_DOCUMENTS.get(plain.__name__, "").partition(":")
+        if plain.__name__ != "mamba2_chunk_scan":
+            return cls(None, plain)
         try:
-            kernel = (
-                getattr(importlib.import_module(where), name or plain.__name__) if where else None
-            )
+            importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
         except (ImportError, OSError):  # not installed, or built for another torch
-            kernel = None
-        takes_documents = kernel and "seq_idx" in inspect.signature(kernel).parameters
-        return cls(function if takes_documents else None, plain)
+            return cls(None, plain)
+        return cls(function, plain)
 
 
 def convolve(
@@ -85,42 +77,18 @@ def convolve(
     Raises:
         NotImplementedError: another activation.
 
-    No sync; traces under `fullgraph=True`, but for causal-conv1d's kernel.
+    No sync; traces under `fullgraph=True`.
     """
     batch, channels, row_tokens = hidden_states.shape
-    x_TC = hidden_states.transpose(1, 2).reshape(1, batch * row_tokens, channels)
+    x_TC = hidden_states.transpose(1, 2).reshape(batch * row_tokens, channels)
     if activation not in (None, "silu", "swish"):
         raise NotImplementedError(
             "the convolution's activation must be silu or None in a packed row, got "
             f"{activation!r}; use the model's own implementation, one document per row."
         )
-    silu = activation is not None
-    if fla_kernels.why_not(x_TC) is None and documents.branches is None:
-        out = causal_convolution(
-            x_TC,
-            weight,
-            bias,
-            "silu" if silu else None,
-            documents.cu_seqlens,
-            documents.chunk_indices,
-        )
-    else:
-        out = _convolve(x_TC[0], weight, bias, documents.previous)[None]
-        out = (F.silu(out) if silu else out).to(x_TC.dtype)
-    out = documents.zero_padding(out)
+    out = causal_convolution(x_TC, weight, bias, activation is not None, documents)
+    out = documents.zero_padding(out[None])
     return out.view(batch, row_tokens, channels).transpose(1, 2)
-
-
-def _convolve(x_TC: Tensor, weight: Tensor, bias: Tensor | None, previous: Tensor) -> Tensor:
-    """A sum over the tokens before each on its path."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)  # as F.conv1d sums
-    x_TC, weight = x_TC.to(dtype), weight.to(dtype)
-    out, before = x_TC * weight[:, -1], previous
-    for back in range(2, weight.shape[1] + 1):
-        there, index = before >= 0, before.clamp(min=0).long()
-        out = out + x_TC[index].masked_fill(~there[:, None], 0) * weight[:, -back]
-        before = torch.where(there, previous[index], -1)
-    return out if bias is None else out + bias
 
 
 def gated_delta_rule(
@@ -160,7 +128,7 @@ def gated_delta_rule(
     if why is None:
         operator = fla_gated_delta_rule if g.ndim == 3 else kimi_delta_rule
         rows[3] = rows[3].float()
-        out = operator(*rows, documents.cu_seqlens, documents.chunk_indices)[0]
+        out = operator(*rows, *_boundaries(documents))[0]
     else:
 
         def run(state: Tensor | None, keep: bool, *row: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -214,7 +182,7 @@ def mamba2_scan(
         NotImplementedError: a state goes in or is to come out, or z is given.
 
     fla has no such scan, but linear attention with a decay: its query is C, its key B, its value
-    `dt * hidden_states`, and the log of its decay `dt * A`. Then there is one sync in each pass.
+    `dt * hidden_states`, and the log of its decay `dt * A`.
     """
     _refuse_states(initial_states, return_final_states)
     if z is not None:
@@ -229,7 +197,7 @@ def mamba2_scan(
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
         v, g = (x * dt[..., None]).to(x.dtype), dt * A.float()
-        out = decayed_scan(C, B, v, g, documents.cu_seqlens, documents.chunk_indices)[0]
+        out = decayed_scan(C, B, v, g, *_boundaries(documents))[0]
         out = out if D is None else out + (x * D[:, None]).to(x.dtype)
     else:
 
@@ -242,6 +210,12 @@ def mamba2_scan(
 
         out = _loop_over_documents(run, documents, [x, dt, B, C], x, why=why)
     return documents.zero_padding(out).view(hidden_states.shape)
+
+
+def _boundaries(documents: RecurrentDocuments) -> Boundaries:
+    branches = documents.branches
+    of_trees = (None, None) if branches is None else (branches.parents, branches.levels)
+    return Boundaries(documents.cu_seqlens, documents.chunk_indices, *of_trees)
 
 
 def _refuse_states(initial: Tensor | None, final: bool) -> None:
@@ -268,17 +242,14 @@ def _loop_over_documents(
 ) -> Tensor:
     """Call `run` with each document's part `[1, length, ...]` of the rows; zeros at padding.
 
-    A segment of a tree starts from the final state of its parent. One sync if only the device
-    knows the documents. Warns once of the cost, and says why.
+    A segment of a tree starts from the final state of its parent. One sync of trees, and where only
+    the device knows the documents. Warns once of the cost, and says why.
     """
     _warn_of_loop(why)
     layout, branches = documents.layout, documents.branches
-    parents: list[int] = []
-    if branches is not None:
-        bounds, parents = branches.starts, branches.parents.tolist()
-    else:
-        bounds = layout.cu_seqlens if layout.cu_seqlens_host is None else layout.cu_seqlens_host
-    ends: list[int] = bounds.tolist()
+    host = None if branches else layout.cu_seqlens_host
+    ends: list[int] = (documents.cu_seqlens[:-2] if host is None else host).tolist()
+    parents: list[int] = branches.parents.tolist() if branches else []
     with_children = set(parents)
     states: list[Tensor | None] = []
     outs = [like.new_zeros(1, 0, *like.shape[2:])]

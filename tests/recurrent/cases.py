@@ -21,14 +21,23 @@ from flexvarlen.recurrent.functions import (
     gated_delta_rule,
     mamba2_scan,
 )
+from tests.trees import Tree
 
 LENGTHS = (5, 1, 64, 0, 70)
 T = 150  # the last ten are padding
 H, HV, K, V = 2, 4, 8, 16
 
 
+TREE = Tree((5, 1, 64, 0, 2, 30, 20, 18), (-1, 0, 1, 1, 3, 4, 0, -1), 10)
+"""On five levels; segments of one token, of none, and some shorter than the convolution."""
+
+
 def documents(lengths=LENGTHS, total=T):
     return RecurrentDocuments(PackedLayout.from_lengths(lengths, total_tokens=total, capacity=8))
+
+
+def branches(tree=TREE):
+    return RecurrentDocuments(tree.layout(capacity=16, max_depth=7))
 
 
 def randn(*shape, seed=0):
@@ -89,7 +98,7 @@ def scan():
     return run, alone
 
 
-def of_tokens(per_key=False):
+def of_tokens(per_key=False, T=T):
     q, k, v = (randn(1, T, h, d, seed=i) for i, (h, d) in enumerate([(H, K), (H, K), (HV, V)]))
     if per_key:
         v = v[:, :, :H]
@@ -99,19 +108,19 @@ def of_tokens(per_key=False):
 
 CASES = {
     # how it runs, the document alone, tensors by token, other tensors
-    "convolution": lambda: (
+    "convolution": lambda T=T: (
         *(convolution, convolution_alone),
         *([randn(1, T, 6)], [randn(6, 4, seed=1), randn(6, seed=2)]),
     ),
-    "gated_delta": lambda: (
+    "gated_delta": lambda T=T: (
         *delta_rule(modeling_qwen3_5, "torch_chunk_gated_delta_rule"),
-        *(of_tokens(), []),
+        *(of_tokens(T=T), []),
     ),
-    "kimi_delta": lambda: (
+    "kimi_delta": lambda T=T: (
         *delta_rule(modeling_kimi_linear, "chunk_kimi_delta_attention"),
-        *(of_tokens(per_key=True), []),
+        *(of_tokens(per_key=True, T=T), []),
     ),
-    "mamba2": lambda: (
+    "mamba2": lambda T=T: (
         *scan(),
         [randn(1, T, HV, V), randn(1, T, HV, seed=1)] + [randn(1, T, H, K, seed=i) for i in (2, 3)],
         [-randn(HV, seed=4).abs(), randn(HV, seed=5), randn(HV, seed=6)],

@@ -1,4 +1,4 @@
-"""fla's kernels as operators, on a GPU: accurate, and blind to other documents."""
+"""The kernels as operators, on a GPU: accurate, and blind to other documents and to siblings."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from flexvarlen.recurrent import fla_kernels
-from flexvarlen.recurrent.fla_kernels.convolution import causal_convolution
+from flexvarlen.recurrent.convolution import _operator as causal_convolution
 from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan
 from flexvarlen.recurrent.fla_kernels.delta_rules import gated_delta_rule, kimi_delta_rule
-from tests.recurrent.cases import CASES, LENGTHS, T, documents, randn
+from flexvarlen.recurrent.functions import _boundaries
+from tests.recurrent.cases import CASES, LENGTHS, TREE, T, branches, documents, randn
+from tests.trees import Tree
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,6 +32,9 @@ def needs_fla():
         pytest.skip(reason)
 
 
+ROWS = {"documents": documents, "trees": branches}
+
+
 def on_gpu(docs):
     return type(docs)(docs.layout.to("cuda"), for_any_row=True)
 
@@ -38,26 +43,29 @@ def run_case(name, dtype, device, docs):
     """Output and gradients, of the same rounded inputs in every dtype."""
     run, _, by_token, shared = CASES[name]()
     leaves = [x.bfloat16().to(device, dtype).requires_grad_() for x in (*by_token, *shared)]
-    out = run(docs, *leaves)
+    ordered = [docs.to_levels(x) for x in leaves[: len(by_token)]]
+    out = docs.to_row(run(docs, *ordered, *leaves[len(by_token) :]))
     grad = randn(*out.shape, seed=9).bfloat16().to(device, dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
+@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("name", CASES)
-def test_accuracy(name):
+def test_accuracy(name, row):
     """Within bfloat16's eps of the loop over documents on the CPU, which scans in fp32."""
-    exact = run_case(name, torch.float64, "cpu", documents())
-    found = run_case(name, torch.bfloat16, "cuda", on_gpu(documents()))
+    exact = run_case(name, torch.float64, "cpu", ROWS[row]())
+    found = run_case(name, torch.bfloat16, "cuda", on_gpu(ROWS[row]()))
     for x, y in zip(found, exact, strict=True):
         error = (x.cpu().double() - y).norm() / y.norm()
         assert error < torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("name", CASES)
-def test_bits_of_other_documents(name):
-    """Output and gradients of a document do not change with another's tokens."""
+def test_bits_of_other_documents(name, row):
+    """They do not change with another document's tokens; nor do a sibling's, but what it shares."""
     run, _, by_token, shared = CASES[name]()
-    docs = on_gpu(documents())
+    docs = on_gpu(ROWS[row]())
 
     def bits(change):
         tensors = [x.bfloat16().cuda() for x in by_token]
@@ -65,7 +73,8 @@ def test_bits_of_other_documents(name):
             for x in tensors:
                 x[:, 6:70] *= 0.5
         leaves = [x.requires_grad_() for x in tensors]
-        out = run(docs, *leaves, *(x.bfloat16().cuda() for x in shared))
+        ordered = map(docs.to_levels, leaves)
+        out = docs.to_row(run(docs, *ordered, *(x.bfloat16().cuda() for x in shared)))
         grad = randn(*out.shape, seed=9).bfloat16().cuda()
         return [out, *torch.autograd.grad(out, leaves, grad)]
 
@@ -73,40 +82,53 @@ def test_bits_of_other_documents(name):
     others[6:70] = False
     for before, after in zip(bits(False), bits(True), strict=True):
         assert torch.equal(before[:, others], after[:, others])
+        if row == "trees":
+            others[:6] = False  # gradients of what is above it change
 
 
+@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("name", CASES)
-def test_shapes_that_a_graph_sees(name):
+def test_shapes_that_a_graph_sees(name, row):
     """What the operators put out is what their fake implementations say, and they differentiate."""
-    docs = on_gpu(documents())
+    docs = on_gpu(ROWS[row]())
     by_token = [x.bfloat16().cuda() for x in CASES[name]()[2]]
     if name == "convolution":
         weight = torch.randn(6, 4, device="cuda", dtype=torch.bfloat16)
-        given = [by_token[0], weight, None, "silu"]
+        given = [by_token[0][0], weight, None, True]
     elif name == "mamba2":
         x, dt, B, C = by_token
         given = [C, B, x, -dt.float().abs()]
     else:
         given = [*by_token[:3], by_token[3].float(), by_token[4]]
     given = [x.requires_grad_() if isinstance(x, torch.Tensor) else x for x in given]
+    tables = _boundaries(docs)
+    if name == "convolution":
+        tables = docs.previous, *(docs.next_tokens or (None, None))
     torch.library.opcheck(
         KERNELS[name],
-        (*given, docs.cu_seqlens, docs.chunk_indices),
+        (*given, *tables),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
 
+TREES = (TREE, Tree((60, 9, 9, 62), (-1, 0, 0, 0), 10), Tree((150,), (-1,)))
+
+
+@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("name", CASES)
-def test_other_documents_compile_nothing_again(name):
+def test_other_documents_compile_nothing_again(name, row):
     from flexvarlen.measure import watch_compilation
 
     run, _, by_token, shared = CASES[name]()
     leaves = [x.bfloat16().cuda().requires_grad_() for x in (*by_token, *shared)]
+    packings = {
+        "documents": [documents(lengths) for lengths in (LENGTHS, (T,), (70, 70))],
+        "trees": [branches(tree) for tree in TREES],
+    }
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True)
     with watch_compilation() as stats:
-        for lengths in (LENGTHS, (T,), (70, 70)):
-            docs = on_gpu(documents(lengths))
+        for docs in map(on_gpu, packings[row]):
             outs = [call(docs, *leaves) for call in (compiled, run)]
             found, expected = (torch.autograd.grad(x.square().sum(), leaves) for x in outs)
             for x, y in zip((outs[0], *found), (outs[1], *expected), strict=True):

@@ -7,7 +7,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers.models.qwen3_5 import modeling_qwen3_5
+from hypothesis import example, given, settings
+from transformers.models.mamba2 import modeling_mamba2
 
 from flexvarlen.recurrent.functions import (
     TransformersFunction,
@@ -15,7 +16,22 @@ from flexvarlen.recurrent.functions import (
     gated_delta_rule,
     mamba2_scan,
 )
-from tests.recurrent.cases import CASES, HV, LENGTHS, H, K, T, V, documents, of_tokens, randn
+from flexvarlen.reference.model import Float64
+from tests.recurrent.cases import (
+    CASES,
+    HV,
+    LENGTHS,
+    TREE,
+    H,
+    K,
+    T,
+    V,
+    branches,
+    documents,
+    of_tokens,
+    randn,
+)
+from tests.trees import trees
 
 
 @pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document after another")
@@ -62,27 +78,80 @@ def test_a_bit_of_another_document(name):
     assert not torch.equal(before[:, 6:70], after[:, 6:70])
 
 
-def test_kernels_of_other_packages(monkeypatch):
-    """What causal-conv1d and mamba-ssm would get, with stub kernels."""
+@pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document after another")
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=8, deadline=None)
+@given(tree=trees(most_tokens=70))
+@example(tree=TREE)
+def test_a_path_not_as_alone(name, tree):
+    """In float64: what a tree gives on each path, and gradients that add up over the paths."""
+    if not sum(tree.lengths):
+        return
+    run, alone, by_token, shared = CASES[name](tree.total_tokens)
+    docs = branches(tree)
+    leaves = [x.clone().requires_grad_() for x in (*by_token, *shared)]
+    ordered = [docs.to_levels(x) for x in leaves[: len(by_token)]]
+    with Float64():
+        out = docs.to_row(run(docs, *ordered, *leaves[len(by_token) :]))
+    grad = randn(*out.shape, seed=9)
+    found = torch.autograd.grad(out, leaves, grad)
+    paths = [path for leaf in tree.leaves() if (path := tree.path_of(leaf))]
+    uses = torch.bincount(torch.tensor([x for path in paths for x in path]), minlength=out.shape[1])
+    share = (grad / uses.clamp(min=1).view(1, -1, *[1] * (grad.ndim - 2))).nan_to_num()
+    expected = [torch.zeros_like(x) for x in leaves]
+    for path in paths:
+        own = [x.detach()[:, path].requires_grad_() for x in leaves[: len(by_token)]]
+        own += leaves[len(by_token) :]
+        with Float64():
+            part = alone(*own)
+        torch.testing.assert_close(out[:, path], part, rtol=1e-12, atol=1e-12)
+        for i, x in enumerate(torch.autograd.grad(part, own, share[:, path])):
+            target = expected[i][:, path] + x if i < len(by_token) else expected[i] + x
+            expected[i][(slice(None), path) if i < len(by_token) else ...] = target
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document after another")
+@pytest.mark.parametrize("name", CASES)
+def test_a_bit_of_a_sibling(name):
+    run, _, by_token, shared = CASES[name]()
+    docs = branches()
+
+    def bits(tensors):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = docs.to_row(run(docs, *map(docs.to_levels, leaves), *shared))
+        return [out, *torch.autograd.grad(out, leaves, randn(*out.shape, seed=9))]
+
+    changed = [x.clone() for x in by_token]
+    for x in changed:
+        x[:, 6:70] *= 0.5  # the third segment, a leaf
+    others = torch.ones(T, dtype=torch.bool)
+    others[6:70] = False
+    before, after = bits(by_token), bits(changed)
+    assert torch.equal(before[0][:, others], after[0][:, others])
+    others[:6] = False  # gradients of what is above it change
+    for x, y in zip(before[1:], after[1:], strict=True):
+        assert torch.equal(x[:, others], y[:, others])
+    assert any(not torch.equal(x[:, :6], y[:, :6]) for x, y in zip(before, after, strict=True))
+
+
+def test_mamba_ssm_kernel(monkeypatch):
+    """What it would get, with a stub kernel."""
     calls, docs = [], documents()  # before tensors claim to be on a GPU, where Triton makes them
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
 
     def kernel(x, *args, seq_idx, **kwargs):
-        calls.append((x.shape, x.stride(1), seq_idx))
+        calls.append(seq_idx)
         return x
 
-    theirs = TransformersFunction(kernel, None)
-    x = randn(1, T, 6).float()
-    out = convolve(theirs, docs, x.transpose(1, 2), randn(6, 4), activation="silu")
-    assert torch.equal(out[..., :140], x.transpose(1, 2)[..., :140])
-    assert not out[..., 140:].any()
     x = randn(1, T, HV, V).float()
     tensors = [randn(1, T, HV), randn(HV), randn(1, T, H, K), randn(1, T, H, K)]
-    out = mamba2_scan(theirs, docs, x, *tensors, chunk_size=16)
+    out = mamba2_scan(TransformersFunction(kernel, None), docs, x, *tensors, chunk_size=16)
     assert torch.equal(out[:, :140], x[:, :140])
-    (shape, channel_stride, ids), (_, _, same) = calls
-    assert (shape, channel_stride, ids.dtype) == ((1, 6, T), 1, torch.int32)
-    assert ids is same
+    assert not out[:, 140:].any()
+    (ids,) = calls
+    assert ids.dtype == torch.int32
     lengths = [*LENGTHS, T - sum(LENGTHS)]
     assert torch.unique_consecutive(ids[0], return_counts=True)[1].tolist() == [
         length for length in lengths if length
@@ -91,12 +160,12 @@ def test_kernels_of_other_packages(monkeypatch):
 
 def test_a_package_that_cannot_be_imported(monkeypatch):
     """transformers 5.17 would fall back to plain torch, and drop seq_idx."""
-    broken, works = ModuleType("causal_conv1d"), ModuleType("causal_conv1d")
-    works.causal_conv1d_fn = lambda x, seq_idx=None: x
-    broken.__getattr__ = lambda name: (_ for _ in ()).throw(ImportError("undefined symbol"))
-    for package, has_kernel in ((works, True), (broken, False), (None, False)):
-        monkeypatch.setitem(sys.modules, "causal_conv1d", package)
-        function = TransformersFunction.of(modeling_qwen3_5.causal_conv1d_fn)
+    name = "mamba_ssm.ops.triton.ssd_combined"
+    for package, has_kernel in ((ModuleType(name), True), (None, False)):
+        for parent in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
+            monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+        monkeypatch.setitem(sys.modules, name, package)
+        function = TransformersFunction.of(modeling_mamba2.mamba2_chunk_scan)
         assert (function.kernel is not None) == has_kernel
 
 

@@ -11,36 +11,47 @@ import torch
 from torch import Tensor
 
 from flexvarlen.recurrent.documents import CHUNK
-from flexvarlen.recurrent.fla_kernels.arguments import like, real_chunks
+from flexvarlen.recurrent.fla_kernels.arguments import like
 from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
+from flexvarlen.recurrent.fla_kernels.states import (
+    Boundaries,
+    decayed_state_gradients,
+    decayed_states,
+)
 
 
 @torch.library.custom_op("flexvarlen::decayed_scan", mutates_args=())
 def decayed_scan(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor, chunks: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+    parents: Tensor | None,
+    levels: Tensor | None,
 ) -> list[Tensor]:
-    """`state = exp(g) * state + k v`, `output = q state`, from a state of zeros in each document.
+    """`state = exp(g) * state + k v`, `output = q state`, from zeros or the state of the parent.
 
     Args:
         q, k: `[1, T, G, K]`, each for H / G heads one after another.
         v: `[1, T, H, V]`.
         g: log of the decay, fp32 `[1, T, H]`.
-        cu_seqlens, chunks: of `RecurrentDocuments`.
+        cu_seqlens, chunk_indices, parents, levels: `Boundaries`.
 
     Returns:
         The output `[1, T, H, V]`, then what the backward needs.
-
-    fla reads the number of chunks back: one sync.
     """
-    from fla.ops.simple_gla.chunk import chunk_simple_gla_fwd
+    from fla.ops.common.chunk_o import chunk_fwd_o
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels)
     q, k = (_expanded(x, v.shape[2]) for x in (q, k))
-    v, g = v.contiguous(), g.contiguous()
-    boundaries = real_chunks(cu_seqlens, chunks)
-    g_sum = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **boundaries)
-    out, _ = chunk_simple_gla_fwd(q=q, k=k, v=v, **boundaries, g=g_sum, scale=1.0)
+    v, g, others = v.contiguous(), g.contiguous(), boundaries.kwargs()
+    g_sum = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **others)
+    h = decayed_states(k, v, g_sum, boundaries, k.dtype)
+    out = chunk_fwd_o(q=q, k=k, v=v, g=g_sum, h=h, scale=1.0, **others)
     return [out.to(v.dtype), g_sum]
 
 
@@ -52,26 +63,23 @@ def _decayed_scan_backward(
     v: Tensor,
     g_sum: Tensor,
     cu_seqlens: Tensor,
-    chunks: Tensor,
+    chunk_indices: Tensor,
+    parents: Tensor | None,
+    levels: Tensor | None,
 ) -> list[Tensor]:
-    from fla.ops.simple_gla.chunk import chunk_simple_gla_bwd
+    from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv
     from fla.ops.utils import chunk_local_cumsum
 
     avoid_wrong_kernel()
-    boundaries = real_chunks(cu_seqlens, chunks)
-    dq, dk, dv, dg, _ = chunk_simple_gla_bwd(
-        q=_expanded(q, v.shape[2]),
-        k=_expanded(k, v.shape[2]),
-        v=v.contiguous(),
-        **boundaries,
-        g=g_sum,
-        g_gamma=None,
-        initial_state=None,
-        do=grad.contiguous(),
-        dht=None,
-        scale=1.0,
-    )
-    dg = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **boundaries)
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels)
+    q_all, k_all = (_expanded(x, v.shape[2]) for x in (q, k))
+    v, do, others = v.contiguous(), grad.contiguous(), boundaries.kwargs()
+    h = decayed_states(k_all, v, g_sum, boundaries, torch.float32)
+    dh = decayed_state_gradients(q_all, do, g_sum, boundaries, torch.float32)
+    given = {"q": q_all, "k": k_all, "g": g_sum, "do": do, "dh": dh, "scale": 1.0, **others}
+    dq, dk, _, dg = chunk_bwd_dqkwg(v=v, h=h, **given)
+    dv = chunk_bwd_dv(**given)
+    dg = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **others)
     dq, dk = (dx.unflatten(2, (x.shape[2], -1)).sum(3) for dx, x in ((dq, q), (dk, k)))
     return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg]
 
@@ -93,15 +101,15 @@ def _(*inputs: Any) -> list[Tensor]:
     return [like(q), like(k), like(v), like(g_sum)]
 
 
-def _keep_scan(ctx: Any, inputs: tuple[Tensor, ...], output: list[Tensor]) -> None:
-    q, k, v, _, cu_seqlens, chunks = inputs
+def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    q, k, v, _, *boundaries = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, output[1], cu_seqlens, chunks)
+    ctx.save_for_backward(q, k, v, output[1], *boundaries)
 
 
 def _scan_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     dq, dk, dv, dg = _decayed_scan_backward(grads[0], *ctx.saved_tensors)
-    return dq, dk, dv, dg, None, None
+    return dq, dk, dv, dg, None, None, None, None
 
 
 decayed_scan.register_autograd(_scan_gradients, setup_context=_keep_scan)

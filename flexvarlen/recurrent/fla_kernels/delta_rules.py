@@ -13,66 +13,83 @@ import torch
 from torch import Tensor
 
 from flexvarlen.recurrent.documents import CHUNK
-from flexvarlen.recurrent.fla_kernels.arguments import boundary_kwargs, like
+from flexvarlen.recurrent.fla_kernels.arguments import like
 from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
+from flexvarlen.recurrent.fla_kernels.states import (
+    Boundaries,
+    delta_state_gradients,
+    delta_states,
+)
 
 # ---- the gated delta rule ----
 
 
 @torch.library.custom_op("flexvarlen::gated_delta_rule", mutates_args=())
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, chunks: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+    parents: Tensor | None,
+    levels: Tensor | None,
 ) -> list[Tensor]:
-    """The gated delta rule over documents, with L2-normalized queries and keys.
+    """The gated delta rule over documents or trees, with L2-normalized queries and keys.
 
     Args:
         g: log of the decay, fp32 `[1, T, HV]`.
         beta: `[1, T, HV]`.
-        cu_seqlens, chunks: of `RecurrentDocuments`.
+        cu_seqlens, chunk_indices, parents, levels: `Boundaries`.
 
     Returns:
         The output `[1, T, HV, V]`, then what the backward needs.
     """
-    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
+    from fla.ops.common.chunk_o import chunk_fwd_o
+    from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     units = _normalized(q, k)
-    g_sum, out, inverse, *_ = chunk_gated_delta_rule_fwd(
-        q=units[0],
-        k=units[2],
-        v=v,
-        **boundary_kwargs(cu_seqlens, chunks),
-        g=g,
-        beta=beta,
-        scale=q.shape[-1] ** -0.5,
-        initial_state=None,
-        output_final_state=False,
-    )
+    g_sum = _sums_of_chunks(g, boundaries)
+    given = {"k": units[2], "g": g_sum, **boundaries.kwargs()}
+    w, u, inverse = chunk_gated_delta_rule_fwd_intra(v=v, beta=beta, **given)
+    h, v_new = delta_states(units[2], w, u, {"g": g_sum}, boundaries)
+    out = chunk_fwd_o(q=units[0], v=v_new, h=h, scale=q.shape[-1] ** -0.5, **given)
     return [out.to(v.dtype), g_sum, inverse, *units]
 
 
 @torch.library.custom_op("flexvarlen::gated_delta_rule_backward", mutates_args=())
 def _gated_delta_rule_backward(
-    grad: Tensor, v: Tensor, beta: Tensor, kept: list[Tensor], cu_seqlens: Tensor, chunks: Tensor
+    grad: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    kept: list[Tensor],
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+    parents: Tensor | None,
+    levels: Tensor | None,
 ) -> list[Tensor]:
-    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_bwd
+    from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local
+    from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 
     avoid_wrong_kernel()
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels)
     g_sum, inverse, *units = kept
-    dq, dk, dv, dbeta, dg, *_ = chunk_gated_delta_rule_bwd(
-        q=units[0],
-        k=units[2],
-        v=v.contiguous(),
-        **boundary_kwargs(cu_seqlens, chunks),
-        g=g_sum,
-        beta=beta.contiguous(),
-        A=inverse,
-        scale=units[0].shape[-1] ** -0.5,
-        initial_state=None,
-        do=grad.contiguous(),
-        dht=None,
-    )
-    return _gradients([dq, dk, dv, dg, dbeta], units, like_v=v, like_beta=beta)
+    q, k, scale = units[0], units[2], units[0].shape[-1] ** -0.5
+    v, beta, do = (x.contiguous() for x in (v, beta, grad))
+    given = {"k": k, "g": g_sum, **boundaries.kwargs()}
+    of_inverse = {"v": v, "beta": beta, "A": inverse, **given}
+    w, u = recompute_w_u_fwd(**of_inverse)
+    h, v_new = delta_states(k, w, u, {"g": g_sum}, boundaries)
+    dv = chunk_bwd_dv_local(q=q, do=do, scale=scale, **given)
+    dh, dv = delta_state_gradients(q, k, w, do, dv, {"g": g_sum}, scale, boundaries)
+    states = {"w": w, "h": h, "dh": dh, "dv": dv}
+    dq, dk, dw, dg = chunk_bwd_dqkwg(q=q, v=v_new, do=do, scale=scale, **states, **given)
+    dk_more, dv, dbeta, dg_more = prepare_wy_repr_bwd(dw=dw, du=dv, **of_inverse)
+    dg = _sums_of_chunks(dg + dg_more, boundaries, reverse=True)
+    return _gradients([dq, dk + dk_more, dv, dg, dbeta], units, like_v=v, like_beta=beta)
 
 
 # ---- Kimi's delta rule: a decay for each channel of the keys ----
@@ -80,54 +97,82 @@ def _gated_delta_rule_backward(
 
 @torch.library.custom_op("flexvarlen::kimi_delta_rule", mutates_args=())
 def kimi_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, chunks: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+    parents: Tensor | None,
+    levels: Tensor | None,
 ) -> list[Tensor]:
     """As `gated_delta_rule`, with g fp32 `[1, T, H, K]` and HV = H."""
-    from fla.ops.kda.chunk_fwd import chunk_kda_fwd
+    from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
+    from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    units = _normalized(q, k)
-    out, _, g_sum, scores, inverse, *_ = chunk_kda_fwd(
-        q=units[0],
-        k=units[2],
-        v=v,
-        **boundary_kwargs(cu_seqlens, chunks),
-        g=g,
-        beta=beta,
-        scale=q.shape[-1] ** -0.5,
-        initial_state=None,
-        output_final_state=False,
-        chunk_size=CHUNK,
+    units, scale = _normalized(q, k), q.shape[-1] ** -0.5
+    g_sum = _sums_of_chunks(g, boundaries)
+    of_units = {"q": units[0], "scale": scale, **boundaries.kwargs()}
+    w, u, _, k_decayed, scores, inverse = chunk_kda_fwd_intra(
+        k=units[2], v=v, gk=g_sum, beta=beta, disable_recompute=False, **of_units
     )
+    h, v_new = delta_states(k_decayed, w, u, {"gk": g_sum}, boundaries)
+    out = chunk_gla_fwd_o_gk(v=v_new, g=g_sum, A=scores, h=h, **of_units)
     return [out.to(v.dtype), g_sum, scores, inverse, *units]
 
 
 @torch.library.custom_op("flexvarlen::kimi_delta_rule_backward", mutates_args=())
 def _kimi_delta_rule_backward(
-    grad: Tensor, v: Tensor, beta: Tensor, kept: list[Tensor], cu_seqlens: Tensor, chunks: Tensor
+    grad: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    kept: list[Tensor],
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+    parents: Tensor | None,
+    levels: Tensor | None,
 ) -> list[Tensor]:
-    from fla.ops.kda.chunk_bwd import chunk_kda_bwd
+    from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
+    from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
+    from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels)
     g_sum, scores, inverse, *units = kept
-    dq, dk, dv, dbeta, dg, *_ = chunk_kda_bwd(
-        q=units[0],
-        k=units[2],
-        v=v.contiguous(),
-        **boundary_kwargs(cu_seqlens, chunks),
-        g=g_sum,
-        beta=beta.contiguous(),
-        Aqk=scores,
-        Akk=inverse,
-        scale=units[0].shape[-1] ** -0.5,
-        initial_state=None,
-        do=grad.contiguous(),
-        dht=None,
-        chunk_size=CHUNK,
+    q, k, scale = units[0], units[2], units[0].shape[-1] ** -0.5
+    v, beta, do = (x.contiguous() for x in (v, beta, grad))
+    given = {"q": q, "k": k, "beta": beta, **boundaries.kwargs()}
+    gates = {"gk": g_sum}
+    w, u, q_decayed, k_decayed = recompute_w_u_fwd(v=v, A=inverse, **gates, **given)
+    h, v_new = delta_states(k_decayed, w, u, gates, boundaries)
+    no_beta = {name: x for name, x in given.items() if name != "beta"}
+    dscores, dv = chunk_kda_bwd_dAv(v=v_new, do=do, A=scores, scale=scale, **no_beta)
+    dh, dv = delta_state_gradients(q_decayed, k_decayed, w, do, dv, gates, scale, boundaries)
+    states = {"v_new": v_new, "h": h, "dh": dh, "dv": dv}
+    dq, dk, dv, dbeta, dg, dinverse = chunk_kda_bwd_wy_dqkg_fused(
+        v=v, g=g_sum, A=inverse, do=do, scale=scale, **states, **given
     )
+    grads = {"dAqk": dscores, "dAkk": dinverse, "dq": dq, "dk": dk, "db": dbeta, "dg": dg}
+    dq, dk, dbeta, dg = chunk_kda_bwd_intra(g=g_sum, **grads, **given)
+    dg = _sums_of_chunks(dg, boundaries, reverse=True)
     return _gradients([dq, dk, dv, dg, dbeta], units, like_v=v, like_beta=beta)
 
 
 # ---- what both share ----
+
+
+def _sums_of_chunks(g: Tensor, boundaries: Boundaries, *, reverse: bool = False) -> Tensor:
+    """Sums in each chunk up to each token, of log2 of the decay; or from it on, of gradients."""
+    from fla.ops.utils import chunk_local_cumsum
+    from fla.ops.utils.constant import RCP_LN2
+
+    scale = None if reverse else RCP_LN2
+    found: Tensor = chunk_local_cumsum(
+        g, chunk_size=CHUNK, scale=scale, reverse=reverse, **boundaries.kwargs()
+    )
+    return found
 
 
 def _normalized(q: Tensor, k: Tensor) -> list[Tensor]:
@@ -162,19 +207,20 @@ def _fake_backward(*inputs: Any) -> list[Tensor]:
     return [*(like(x) for x in (q_unit, k_unit, v)), like(g_sum), like(beta)]
 
 
-def _keep_delta_rule(ctx: Any, inputs: tuple[Tensor, ...], output: list[Tensor]) -> None:
-    _, _, v, _, beta, cu_seqlens, chunks = inputs
+def _keep_delta_rule(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, _, v, _, beta, *boundaries = inputs
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(v, beta, cu_seqlens, chunks, *output[1:])
+    ctx.save_for_backward(v, beta, *boundaries, *output[1:])
 
 
 def _complete(operator: Any, backward: Any, squares: int) -> None:
     """Give an operator its backward, and both their fake outputs."""
 
     def gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-        v, beta, cu_seqlens, chunks, *kept = ctx.saved_tensors
-        dq, dk, dv, dg, dbeta = backward(grads[0], v, beta, kept, cu_seqlens, chunks)
-        return dq, dk, dv, dg, dbeta, None, None
+        v, beta, *others = ctx.saved_tensors
+        boundaries, kept = others[:4], others[4:]
+        found = backward(grads[0], v, beta, kept, *boundaries)
+        return *found, None, None, None, None
 
     operator.register_autograd(gradients, setup_context=_keep_delta_rule)
     operator.register_fake(partial(_fake_forward, squares))

@@ -1,0 +1,115 @@
+"""The short depthwise convolution, in Triton on a GPU and in plain torch elsewhere.
+
+Shapes: T = total_tokens; C channels; W = width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flexvarlen.layout.boundaries import HAS_TRITON
+from flexvarlen.recurrent.documents import WIDEST_CONVOLUTION, RecurrentDocuments
+
+
+def causal_convolution(
+    x_TC: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, documents: RecurrentDocuments
+) -> Tensor:
+    """Each token's sum over itself and the tokens before it in its document, or on its path.
+
+    Args:
+        x_TC: `[T, C]`.
+        weight: `[C, W]`, the last column for the token itself.
+        bias: `[C]`.
+        silu: whether SiLU follows.
+
+    Returns:
+        `[T, C]` in the dtype of x.
+
+    Deterministic, backward too, but in plain torch on a GPU. No sync; traces.
+    """
+    narrow = weight.shape[1] <= WIDEST_CONVOLUTION
+    if x_TC.is_cuda and HAS_TRITON and narrow and x_TC.dtype != torch.float64:
+        starts, codes = documents.next_tokens or (None, None)
+        out: Tensor = _operator(x_TC, weight, bias, silu, documents.previous, starts, codes)
+        return out
+    out = _path_sums(x_TC, weight, bias, documents.previous)
+    return (F.silu(out) if silu else out).to(x_TC.dtype)
+
+
+def _path_sums(x_TC: Tensor, weight: Tensor, bias: Tensor | None, previous: Tensor) -> Tensor:
+    dtype = torch.promote_types(weight.dtype, torch.float32)  # as F.conv1d sums
+    x_TC, weight = x_TC.to(dtype), weight.to(dtype)
+    out, before = x_TC * weight[:, -1], previous
+    for back in range(2, weight.shape[1] + 1):
+        there, index = before >= 0, before.clamp(min=0).long()
+        out = out + x_TC[index].masked_fill(~there[:, None], 0) * weight[:, -back]
+        before = torch.where(there, previous[index], -1)
+    return out if bias is None else out + bias
+
+
+# ---- the operator ----
+
+
+@torch.library.custom_op("flexvarlen::causal_convolution", mutates_args=())
+def _operator(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    previous: Tensor,
+    next_starts: Tensor | None,
+    next_codes: Tensor | None,
+) -> Tensor:
+    from flexvarlen.recurrent.triton.convolution import forward
+
+    return forward(x.contiguous(), weight.contiguous(), bias, silu, previous)
+
+
+@torch.library.custom_op("flexvarlen::causal_convolution_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    previous: Tensor,
+    next_starts: Tensor | None,
+    next_codes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from flexvarlen.recurrent.triton.convolution import backward
+
+    given = (silu, previous, next_starts, next_codes)
+    dx, dweight, dbias = backward(
+        grad.contiguous(), x.contiguous(), weight.contiguous(), bias, *given
+    )
+    return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+
+@_operator.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    contiguous = {"memory_format": torch.contiguous_format}
+    dx, dweight = (torch.empty_like(y, **contiguous) for y in (x, weight))
+    return dx, dweight, weight.new_empty(weight.shape[0])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, ctx.silu, *tables = inputs
+    ctx.save_for_backward(x, weight, bias, *tables)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, weight, bias, *tables = ctx.saved_tensors
+    dx, dweight, dbias = _backward(grad, x, weight, bias, ctx.silu, *tables)
+    return dx, dweight, None if bias is None else dbias, None, None, None, None
+
+
+_operator.register_autograd(_gradients, setup_context=_keep)

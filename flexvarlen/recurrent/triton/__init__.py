@@ -1,0 +1,1 @@
+"""The kernels of recurrent layers in Triton."""
