@@ -22,7 +22,7 @@ class Launcher:
 
     Args:
         kernel: a `triton.jit` function of inputs, outputs, numbers and constants, in this order.
-        constants: its `tl.constexpr` parameters.
+        constants: its `tl.constexpr` parameters, and options such as `num_warps`.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
