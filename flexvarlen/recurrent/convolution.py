@@ -91,14 +91,12 @@ def _backward(
 
 @_operator.register_fake
 def _(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return x.new_empty(x.shape)
 
 
 @_backward.register_fake
 def _(grad: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    contiguous = {"memory_format": torch.contiguous_format}
-    dx, dweight = (torch.empty_like(y, **contiguous) for y in (x, weight))
-    return dx, dweight, weight.new_empty(weight.shape[0])
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

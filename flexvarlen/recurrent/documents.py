@@ -86,8 +86,8 @@ class RecurrentDocuments:
         tokens = torch.arange(total_tokens, device=layout.device, dtype=torch.int32)
         if segments is None:
             starts, before = layout.cu_seqlens, None
-            self.branches = None
-            self.seq_idx = layout.document_ids()[None]
+            self.branches: Branches | None = None
+            self.seq_idx: Tensor | None = layout.document_ids()[None]
         else:
             starts, _, before, _ = segments.by_level.table
             self.branches = Branches.of(segments, total_tokens)
@@ -121,13 +121,18 @@ class RecurrentDocuments:
         """Tokens `[B, S, ...]` of the row in the order in which recurrent layers run; T = B·S."""
         if self.branches is None:
             return x
-        return _Permuted.apply(x, self.branches.to_levels, self.branches.to_row)
+        return _permuted(x, self.branches.to_levels, self.branches.to_row)
 
     def to_row(self, x: Tensor) -> Tensor:
         """The inverse of `to_levels`."""
         if self.branches is None:
             return x
-        return _Permuted.apply(x, self.branches.to_row, self.branches.to_levels)
+        return _permuted(x, self.branches.to_row, self.branches.to_levels)
+
+
+def _permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    found: Tensor = _Permuted.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Permuted(torch.autograd.Function):

@@ -25,9 +25,7 @@ from torch.nn import functional as F
 from flexvarlen.recurrent import fla_kernels
 from flexvarlen.recurrent.convolution import causal_convolution
 from flexvarlen.recurrent.documents import RecurrentDocuments
-from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan
-from flexvarlen.recurrent.fla_kernels.delta_rules import gated_delta_rule as fla_gated_delta_rule
-from flexvarlen.recurrent.fla_kernels.delta_rules import kimi_delta_rule
+from flexvarlen.recurrent.fla_kernels.check import OPERATORS, why_wrong
 from flexvarlen.recurrent.fla_kernels.states import Boundaries
 
 
@@ -125,10 +123,13 @@ def gated_delta_rule(
     why = fla_kernels.why_not(value)
     if not use_qk_l2norm_in_kernel:
         why = "fla's kernel normalizes queries and keys, which this layer does not"
+    boundaries = Boundaries.of(documents)
+    kind = "gated delta rule" if g.ndim == 3 else "Kimi's delta rule"
     if why is None:
-        operator = fla_gated_delta_rule if g.ndim == 3 else kimi_delta_rule
+        why = why_wrong(kind, rows[0], rows[2], boundaries)
+    if why is None:
         rows[3] = rows[3].float()
-        out = operator(*rows, *_boundaries(documents))[0]
+        out = OPERATORS[kind](*rows, *boundaries)[0]
     else:
 
         def run(state: Tensor | None, keep: bool, *row: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -193,11 +194,13 @@ def mamba2_scan(
     serves = documents.seq_idx is not None and x.is_cuda and x.dtype != torch.float64
     if original.kernel is not None and serves:
         out = original.kernel(x, dt, A, B, C, **fixed, seq_idx=documents.seq_idx)
-    elif (why := fla_kernels.why_not(x)) is None:
+    elif (
+        why := fla_kernels.why_not(x) or why_wrong("Mamba-2's scan", C, x, Boundaries.of(documents))
+    ) is None:
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
         v, g = (x * dt[..., None]).to(x.dtype), dt * A.float()
-        out = decayed_scan(C, B, v, g, *_boundaries(documents))[0]
+        out = OPERATORS["Mamba-2's scan"](C, B, v, g, *Boundaries.of(documents))[0]
         out = out if D is None else out + (x * D[:, None]).to(x.dtype)
     else:
 
@@ -210,12 +213,6 @@ def mamba2_scan(
 
         out = _loop_over_documents(run, documents, [x, dt, B, C], x, why=why)
     return documents.zero_padding(out).view(hidden_states.shape)
-
-
-def _boundaries(documents: RecurrentDocuments) -> Boundaries:
-    branches = documents.branches
-    of_trees = (None, None) if branches is None else (branches.parents, branches.levels)
-    return Boundaries(documents.cu_seqlens, documents.chunk_indices, *of_trees)
 
 
 def _refuse_states(initial: Tensor | None, final: bool) -> None:

@@ -9,7 +9,7 @@ from flexvarlen.recurrent import fla_kernels
 from flexvarlen.recurrent.convolution import _operator as causal_convolution
 from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan
 from flexvarlen.recurrent.fla_kernels.delta_rules import gated_delta_rule, kimi_delta_rule
-from flexvarlen.recurrent.functions import _boundaries
+from flexvarlen.recurrent.fla_kernels.states import Boundaries
 from tests.recurrent.cases import CASES, LENGTHS, TREE, T, branches, documents, randn
 from tests.trees import Tree
 
@@ -101,7 +101,7 @@ def test_shapes_that_a_graph_sees(name, row):
     else:
         given = [*by_token[:3], by_token[3].float(), by_token[4]]
     given = [x.requires_grad_() if isinstance(x, torch.Tensor) else x for x in given]
-    tables = _boundaries(docs)
+    tables = Boundaries.of(docs)
     if name == "convolution":
         tables = docs.previous, *(docs.next_tokens or (None, None))
     torch.library.opcheck(

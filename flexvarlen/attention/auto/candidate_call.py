@@ -91,7 +91,9 @@ class CandidateCall:
 GRADIENTS = ("dq", "dk", "dv", "dsinks")
 
 
-def in_own_thread(call: AttentionCall, work: Callable[[], Result]) -> Result:
+def in_own_thread(
+    device: torch.device, work: Callable[[], Result], *, needs_grad: bool = True
+) -> Result:
     """Run `work` in a new thread, isolated from the state of the calling thread.
 
     The caller's grad mode, autocast, dispatch modes and saved-tensor hooks (as in gradient
@@ -99,7 +101,6 @@ def in_own_thread(call: AttentionCall, work: Callable[[], Result]) -> Result:
     the backward's thread stay allocated. RNG states are restored. Must not be called while a
     CUDA graph is captured, or inside a backward, where it would deadlock.
     """
-    device = call.device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def in_context() -> Result:
@@ -109,7 +110,7 @@ def in_own_thread(call: AttentionCall, work: Callable[[], Result]) -> Result:
                 stack.enter_context(torch.cuda.stream(stream))
             ours = [] if stream is None else [stream.device_index]
             stack.enter_context(torch.random.fork_rng(ours, device_type="cuda"))
-            stack.enter_context(torch.set_grad_enabled(call.needs_grad))
+            stack.enter_context(torch.set_grad_enabled(needs_grad))
             stack.enter_context(torch.autograd.set_detect_anomaly(False))  # global to all threads
             return work()
 
@@ -119,3 +120,12 @@ def in_own_thread(call: AttentionCall, work: Callable[[], Result]) -> Result:
     finally:
         if stream is not None:
             torch.cuda.empty_cache()  # return the memory that `work` used to the device
+
+
+def why_nothing_runs(device: torch.device) -> str | None:
+    """Return why no kernel can be run at this point of the caller's program, or None."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    if torch._C._current_graph_task_id() != -1:  # torch.utils.checkpoint tests it in the same way
+        return "the call is inside a backward"
+    return None

@@ -137,7 +137,7 @@ def compare_with_reference(
         expected = Expected.of(call, documents, tensors)
         expected.check(CandidateCall(name, call, documents, tensors))
 
-    in_own_thread(call, work)
+    in_own_thread(call.device, work, needs_grad=call.needs_grad)
 
 
 class CannotCheckError(Exception):

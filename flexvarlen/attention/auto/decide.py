@@ -22,11 +22,11 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from flexvarlen.attention.auto import keys, table
 from flexvarlen.attention.auto.cache_file import Entry, cache_path, read_entries, write_entries
+from flexvarlen.attention.auto.candidate_call import why_nothing_runs
 from flexvarlen.attention.auto.check_results import (
     CannotCheckError,
     compare_with_reference,
@@ -173,7 +173,7 @@ def measure_kernels(call: AttentionCall, bucket: keys.Bucket, mask: DocumentMask
         RuntimeError: inside a backward or while a CUDA graph is captured.
         torch.OutOfMemoryError: there is no memory for the tensors.
     """
-    obstacle = _why_nothing_runs(call.device)
+    obstacle = why_nothing_runs(call.device)
     if obstacle is not None:
         raise RuntimeError(
             f"kernels must be timed where they can run by themselves, but {obstacle}; call "
@@ -250,7 +250,7 @@ def _check_once(name: str, call: AttentionCall, mask: DocumentMask | None) -> bo
     key = keys.check_key(name, call)
     if key in _right:
         return True
-    if key in _failed or _why_nothing_runs(call.device) is not None:
+    if key in _failed or why_nothing_runs(call.device) is not None:
         return False
     if key in read_entries(cache_path()):
         _right.add(key)
@@ -279,12 +279,3 @@ def _fail(name: str, call: AttentionCall, reason: str) -> None:
         f"{keys.describe(call)}; select it by name to see the error.",
         stacklevel=2,
     )
-
-
-def _why_nothing_runs(device: torch.device) -> str | None:
-    """Return why no kernel can be run at this point of the caller's program, or None."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is being captured"
-    if torch._C._current_graph_task_id() != -1:  # torch.utils.checkpoint tests it in the same way
-        return "the call is inside a backward"
-    return None

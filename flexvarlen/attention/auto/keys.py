@@ -22,6 +22,7 @@ from flexvarlen.mask.document_mask import DocumentMask
 
 _KERNEL_PACKAGES = (
     "triton",
+    "fla-core",
     "flash-attn",
     "flash-attn-3",
     "flash-attn-4",
@@ -117,9 +118,14 @@ def check_key(name: str, call: AttentionCall) -> str:
 
 
 def _machine_and_kind(call: AttentionCall) -> str:
+    return f"{machine(call.device)}; {describe(call)}"
+
+
+def machine(device: torch.device) -> str:
+    """Return all that results may depend on, besides the call: hardware, versions, settings."""
     packages = ", ".join(f"{name} {version}" for name, version in versions())
     state = "torch state " + ", ".join(map(str, torch_state()))
-    return "; ".join([_hardware(call.device), packages, state, describe(call)])
+    return "; ".join([_hardware(device), packages, state])
 
 
 def _hardware(device: torch.device) -> str:

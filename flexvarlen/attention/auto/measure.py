@@ -37,7 +37,7 @@ def time_kernels(
     A kernel fails if it raises, or if its results differ from the reference. Runs in a separate
     thread (see `in_own_thread`). Syncs.
     """
-    return in_own_thread(call, lambda: _time(call, mask, names))
+    return in_own_thread(call.device, lambda: _time(call, mask, names), needs_grad=call.needs_grad)
 
 
 def _time(

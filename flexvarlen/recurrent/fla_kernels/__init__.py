@@ -2,8 +2,8 @@
 
 fla (the packages fla-core and flash-linear-attention) disables torch.compile in its entry points.
 What is called here are the forwards and backwards below them, of fla-core 0.6. They get the
-boundaries and the chunks of `RecurrentDocuments`, so the convolution and the delta rules need no
-host sync; the scan of Mamba-2 reads the number of chunks back once in each pass.
+boundaries and the chunks of `RecurrentDocuments`, so they need no
+host sync.
 """
 
 from __future__ import annotations

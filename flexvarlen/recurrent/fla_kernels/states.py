@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.recurrent.documents import CHUNK
+from flexvarlen.recurrent.documents import CHUNK, RecurrentDocuments
 
 
 class Boundaries(NamedTuple):
@@ -28,6 +28,13 @@ class Boundaries(NamedTuple):
     chunk_indices: Tensor
     parents: Tensor | None
     levels: Tensor | None
+
+    @classmethod
+    def of(cls, documents: RecurrentDocuments) -> Boundaries:
+        """Those of a row's documents."""
+        branches = documents.branches
+        of_trees = (None, None) if branches is None else (branches.parents, branches.levels)
+        return cls(documents.cu_seqlens, documents.chunk_indices, *of_trees)
 
     def kwargs(self) -> dict[str, Tensor]:
         """By fla's names."""
@@ -78,28 +85,29 @@ def _levels(boundaries: Boundaries) -> list[Level]:
 
 def _from_roots(boundaries: Boundaries, like: Tensor, run: Run) -> None:
     """Run a kernel that reads the initial states of a level, and writes the final ones."""
+    levels = _levels(boundaries)
     if boundaries.parents is None:
-        return run(*_levels(boundaries), None, None)
+        run(levels[0], None, None)
+        return
     final = like.new_empty(0)
-    for level in _levels(boundaries):
+    for level in levels:
         # Roots get states too, of zeros: Triton would tune the kernel once more without.
-        zeros = level.parents is None
-        initial = _zeros(level, like) if zeros else final[level.parents]
+        initial = _zeros(level, like) if level.parents is None else final[level.parents]
         final = torch.empty_like(initial)
         run(level, initial, final)
-    return None
 
 
 def _from_leaves(boundaries: Boundaries, like: Tensor, run: Run) -> None:
     """Run a kernel that reads gradients of the final states, and writes those of the initial."""
+    levels = _levels(boundaries)
     if boundaries.parents is None:
-        return run(*_levels(boundaries), None, None)
+        run(levels[0], None, None)
+        return
     grads, parents = like.new_empty(0), None
-    for level in reversed(_levels(boundaries)):
+    for level in reversed(levels):
         final = _zeros(level, like) if parents is None else _summed(grads, parents, level.slots)
         grads, parents = torch.empty_like(final), level.parents
         run(level, final, grads)
-    return None
 
 
 def _zeros(level: Level, like: Tensor) -> Tensor:
@@ -163,11 +171,16 @@ def delta_state_gradients(
     dv_new = torch.empty_like(dv)
     kernel = chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64
     tensors = {"q": q, "k": k, "w": w, "do": do, "dh": dh, "dv": dv, "dv2": dv_new}
-    tensors |= {"g": None, "gk": None} | gates
+    no_gates = {"g": None, "gk": None}
 
     def run(level: Level, final: Tensor | None, initial: Tensor | None) -> None:
         kernel[_grid(level, shapes)](
-            **tensors, dht=final, dh0=initial, scale=scale, **_constants(level, shapes)
+            **tensors,
+            **(no_gates | gates),
+            dht=final,
+            dh0=initial,
+            scale=scale,
+            **_constants(level, shapes),
         )
 
     _from_leaves(boundaries, dh, run)

@@ -1,0 +1,199 @@
+"""Check fla's kernels against the recurrence, token by token, before a model runs them.
+
+Compilers have compiled them wrongly before (flash-linear-attention issue 640). The first use of a
+kind of scan on a machine compares outputs and gradients on a small row, for the last heads; that it
+is right is noted in the cache file of "auto". A scan that is wrong runs in plain torch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flexvarlen.attention.auto import keys
+from flexvarlen.attention.auto.cache_file import cache_path, read_entries, write_entries
+from flexvarlen.attention.auto.candidate_call import in_own_thread, why_nothing_runs
+from flexvarlen.attention.auto.check_results import (
+    TOLERANCE,
+    CannotCheckError,
+    WrongResultError,
+    failure,
+)
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.recurrent.documents import RecurrentDocuments
+from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan
+from flexvarlen.recurrent.fla_kernels.delta_rules import gated_delta_rule, kimi_delta_rule
+from flexvarlen.recurrent.fla_kernels.states import Boundaries
+
+OPERATORS: dict[str, Callable[..., list[Tensor]]] = {
+    "gated delta rule": gated_delta_rule,
+    "Kimi's delta rule": kimi_delta_rule,
+    "Mamba-2's scan": decayed_scan,
+}
+NOTED = "fla's kernels are right: "
+"""How the cache file notes a scan, behind the machine."""
+
+LENGTHS, PARENTS = (66, 3, 1, 35), (-1, 0, 0, 2)
+"""More than a chunk, less than a convolution, a single token; as documents, or as a tree."""
+
+
+class Scan(NamedTuple):
+    """A kind of scan.
+
+    Attributes:
+        kind: of `OPERATORS`.
+        heads: of queries and keys, and of values.
+        head_dims: of queries and keys, and of values.
+        dtype: of all but the decay.
+        trees: whether segments start from the states of others.
+    """
+
+    kind: str
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+    dtype: torch.dtype
+    trees: bool
+
+    @classmethod
+    def of(cls, kind: str, q: Tensor, v: Tensor, boundaries: Boundaries) -> Scan:
+        """That of a call."""
+        heads, dims = (q.shape[2], v.shape[2]), (q.shape[3], v.shape[3])
+        return cls(kind, heads, dims, v.dtype, boundaries.parents is not None)
+
+    def __str__(self) -> str:
+        """As `doctor` shows it."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        heads, dims = ("/".join(map(str, x)) for x in (self.heads, self.head_dims))
+        return f"{self.kind}{' of trees' * self.trees}, {heads} heads of {dims}, {dtype}"
+
+
+def why_wrong(kind: str, q: Tensor, v: Tensor, boundaries: Boundaries) -> str | None:
+    """Why fla's kernels must not run this scan, or None.
+
+    Checks them if that has not been done on this machine; not while a CUDA graph is captured or
+    inside a backward. Traces, to a constant.
+    """
+    found: str | None = _why_wrong(*Scan.of(kind, q, v, boundaries), v.device.index)
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _why_wrong(
+    kind: str,
+    heads: tuple[int, int],
+    head_dims: tuple[int, int],
+    dtype: torch.dtype,
+    trees: bool,
+    device_index: int,
+) -> str | None:
+    scan = Scan(kind, heads, head_dims, dtype, trees)
+    device = torch.device("cuda", device_index)
+    key = f"{keys.machine(device)}; {NOTED}{scan}"
+    if key in _known:
+        return _known[key]
+    if key in read_entries(cache_path()):
+        _known[key] = None
+        return None
+    if why_nothing_runs(device) is not None:
+        return None
+    try:
+        why = failure(lambda: in_own_thread(device, lambda: _compare(scan, device)))
+    except CannotCheckError:
+        return None
+    _known[key] = why and f"fla's kernels failed a check of {scan} ({why})"
+    if why is None:
+        write_entries(cache_path(), {key: {}})
+    else:
+        warnings.warn(f"flexvarlen: {_known[key]}, so plain torch runs it.", stacklevel=2)
+    return _known[key]
+
+
+_known: dict[str, str | None] = {}
+
+
+def noted(device: torch.device) -> list[str]:
+    """The scans that the cache file notes as right on this machine."""
+    start = f"{keys.machine(device)}; {NOTED}"
+    return sorted(key[len(start) :] for key in read_entries(cache_path()) if key.startswith(start))
+
+
+# ---- the check ----
+
+
+def _compare(scan: Scan, device: torch.device) -> None:
+    """Compare outputs and gradients.
+
+    Raises:
+        WrongResultError: they differ.
+    """
+    if scan.trees:
+        layout = PackedLayout.from_tree(LENGTHS, PARENTS, device=device)
+    else:
+        layout = PackedLayout.from_lengths(LENGTHS, device=device)
+    documents = RecurrentDocuments(layout)
+    inputs = _inputs(scan, sum(LENGTHS), device)
+    out = OPERATORS[scan.kind](*inputs, *Boundaries.of(documents))[0]
+    group = scan.heads[1] // scan.heads[0]
+    grad = torch.zeros_like(out)
+    grad[:, :, -group:] = torch.randn_like(grad[:, :, -group:])
+    found = [out, *torch.autograd.grad(out, inputs, grad)]
+    last = [
+        x.detach()[:, :, -(1 if i < 2 else min(group, x.shape[2])) :].float().requires_grad_()
+        for i, x in enumerate(inputs)
+    ]
+    expected_out = _recurrence(*last, delta="delta" in scan.kind, documents=documents)
+    grads = torch.autograd.grad(expected_out, last, grad[:, :, -group:].float())
+    names = ("output", "dq", "dk", "dv", "dg", "dbeta")
+    for name, x, expected in zip(names, found, [expected_out, *grads], strict=False):
+        x = x[:, :, -expected.shape[2] :].float()
+        error = float((x - expected).norm() / expected.norm().clamp(min=2**-7))
+        if not error <= TOLERANCE[scan.dtype]:
+            raise WrongResultError(f"its {name} is off by {error:.2g} times the reference's norm")
+
+
+def _inputs(scan: Scan, tokens: int, device: torch.device) -> list[Tensor]:
+    """q, k, v, the log of the decay, and beta of delta rules; leaves."""
+    (heads, value_heads), (key_dim, value_dim) = scan.heads, scan.head_dims
+
+    def normal(*shape: int, dtype: torch.dtype = scan.dtype) -> Tensor:
+        return torch.randn(1, tokens, *shape, device=device, dtype=dtype)
+
+    per_channel = (key_dim,) if scan.kind == "Kimi's delta rule" else ()
+    decay = F.logsigmoid(normal(value_heads, *per_channel, dtype=torch.float32) + 3)
+    found = [normal(heads, key_dim), normal(heads, key_dim), normal(value_heads, value_dim), decay]
+    if "delta" in scan.kind:
+        found.append(normal(value_heads).sigmoid())
+    return [x.requires_grad_() for x in found]
+
+
+def _recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None = None,
+    *,
+    delta: bool,
+    documents: RecurrentDocuments,
+) -> Tensor:
+    """The scan of one head of queries and keys, in fp32, token by token."""
+    if delta:
+        q, k = (F.normalize(x, dim=-1) for x in (q, k))
+        q = q * q.shape[-1] ** -0.5
+    decays = g.exp()[..., None] if g.ndim == 4 else g.exp()[..., None, None]
+    tokens: list[Tensor] = []
+    states: dict[int, Any] = {-1: v.new_zeros(v.shape[2], q.shape[3], v.shape[3])}
+    previous = documents.previous.tolist()
+    for t, before in enumerate(previous):
+        state = states[before] * decays[0, t]
+        key, value = k[0, t][..., None], v[0, t]
+        if beta is not None:
+            value = (value - (state * key).sum(-2)) * beta[0, t][:, None]
+        states[t] = state + key * value[:, None]
+        tokens.append((states[t] * q[0, t][..., None]).sum(-2))
+    return torch.stack(tokens)[None]
