@@ -142,9 +142,9 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return gradients
 
 
-def model_of(**changes: Any) -> Any:
+def model_of(kind: str = "qwen3", **changes: Any) -> Any:
     """A new model in train mode."""
-    return new_model("qwen3", **changes).train()
+    return new_model(kind, **changes).train()
 
 
 # ---- DDP ----
@@ -200,6 +200,11 @@ def ddp_trees() -> dict[str, Any]:
     return step(DistributedDataParallel(fv.patch_model(model_of(), "sdpa")), **tree_inputs())
 
 
+def ddp_trees_of_a_hybrid() -> dict[str, Any]:
+    model = fv.patch_model(model_of("qwen3_5_text"), "sdpa")
+    return step(DistributedDataParallel(model), **tree_inputs())
+
+
 def ddp_trees_in_padded_batches() -> dict[str, Any]:
     model = fv.patch_model(model_of(), "sdpa", unpad=True, share_prefixes=True)
     return step(DistributedDataParallel(model), **padded_samples())
@@ -229,6 +234,12 @@ def fsdp2() -> dict[str, Any]:
 
 def fsdp2_trees() -> dict[str, Any]:
     return step(sharded(fv.patch_model(model_of(), "sdpa")), **tree_inputs())
+
+
+def fsdp2_trees_of_a_hybrid() -> dict[str, Any]:
+    model = fv.patch_model(model_of("qwen3_5_text"), "sdpa")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return step(sharded(model), **tree_inputs())
 
 
 def fsdp2_trees_in_padded_batches() -> dict[str, Any]:
@@ -493,10 +504,12 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         ddp_unpad,
         ddp_unpad_of_peft,
         ddp_trees,
+        ddp_trees_of_a_hybrid,
         ddp_trees_in_padded_batches,
         ddp_unpatched,
         fsdp2,
         fsdp2_trees,
+        fsdp2_trees_of_a_hybrid,
         fsdp2_trees_in_padded_batches,
         fsdp2_unpad,
         fsdp2_patched_after,

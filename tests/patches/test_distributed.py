@@ -32,7 +32,8 @@ def made(tmp_path_factory):
 
 
 def plain_model(case: str):
-    return lora(new_model("qwen3")) if "peft" in case else new_model("qwen3")
+    plain = new_model("qwen3_5_text" if "hybrid" in case else "qwen3")
+    return lora(plain) if "peft" in case else plain
 
 
 def step_of(made, case: str) -> Step:

@@ -63,7 +63,8 @@ def preferences():
 
 def unpaired():
     labels = [i % 2 == 0 for i in range(8)]
-    columns = {"prompt": PROMPTS, "completion": CHOSEN, "label": labels}
+    prompts = [PROMPTS[i // 4] for i in range(8)]
+    columns = {"prompt": prompts, "completion": CHOSEN, "label": labels}
     return datasets.Dataset.from_dict(columns)
 
 
@@ -244,8 +245,13 @@ def check_run(make, changes, tmp_path):
 IN_TWO_BATCHES = {"num_generations": 2, "steps_per_generation": 2}
 
 
-@pytest.mark.parametrize("make", [dpo, reward, grpo, language_model])
-def test_shared_prompts(make, tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document after another")
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [*((make, "qwen3") for make in (dpo, kto, reward, grpo, language_model))]
+    + [(make, "qwen3_5_text") for make in (dpo, kto, grpo)],
+)
+def test_shared_prompts(make, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(padded_batch, "MIN_SHARED_TOKENS", 1)  # the tests' prompts are short
     shared = []
     share = padded_batch.share_prefixes_of_rows
@@ -257,6 +263,7 @@ def test_shared_prompts(make, tmp_path, monkeypatch):
 
     monkeypatch.setattr(steps, "share_prefixes_of_rows", noting)
     changes = IN_TWO_BATCHES if make is grpo else {}
+    changes |= {} if make is language_model else {"kind": kind}
     logs, weights, _ = run(make, tmp_path / "p", changes, patched=False, share_prefixes=True)
     ours, found, _ = run(make, tmp_path / "t", changes, patched=True, share_prefixes=True)
     for expected, log in zip(logs, ours, strict=True):

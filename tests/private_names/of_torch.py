@@ -23,7 +23,7 @@ TORCH = (
     ),
     Name(
         "torch._C._current_graph_task_id",
-        "attention/auto/decide.py",
+        "attention/auto/candidate_call.py",
         holds=behaviour.graph_task_only_in_a_backward,
     ),
     Name("torch._subclasses.fake_tensor.is_fake", "attention/backends/cu_seqlens/lse.py"),
@@ -109,6 +109,7 @@ TORCH = (
     Name("torch.nn.Module._forward_hooks", "patches/models/rope.py"),
     Name("torch.nn.Module._forward_pre_hooks", _RECURRENT),
     Name("torch.nn.Module._forward_pre_hooks_with_kwargs", _RECURRENT),
+    Name("torch.nn.Module._forward_hooks_with_kwargs", _RECURRENT),
     Name("torch.nn.Module._compiled_call_impl", _LAYERS, holds=behaviour.compile_sets_the_call),
     Name("torch._dynamo.eval_frame.OptimizedModule._orig_mod", _LAYERS),
     Name("torch.Tensor._version", "patches/attention/without_patch.py"),

@@ -7,7 +7,6 @@ from tests.private_names.name import Name
 
 _DELTA = "recurrent/fla_kernels/delta_rules.py"
 _SCAN = "recurrent/fla_kernels/decayed_scan.py"
-_CONV = "recurrent/fla_kernels/convolution.py"
 _TRAINERS = "patches/trainers.py"
 _PASS = "packing/loader_pass.py"
 
@@ -103,40 +102,31 @@ PEFT = (
 )
 
 _BOUNDARIES = "cu_seqlens chunk_indices"
-_STATES = "initial_state output_final_state"
-_FLA_PASSES = {
-    "ops.gated_delta_rule.chunk.chunk_gated_delta_rule_fwd": (
+_FLA_STEPS = {
+    "ops.common.chunk_o.chunk_fwd_o": (_DELTA, "q k v h g scale"),
+    "ops.common.chunk_o.chunk_bwd_dv_local": (_DELTA, "q k g do scale"),
+    "ops.common.chunk_o.chunk_bwd_dv": (_SCAN, "q k g do dh scale"),
+    "ops.gated_delta_rule.chunk_fwd.chunk_gated_delta_rule_fwd_intra": (_DELTA, "k v g beta"),
+    "ops.gated_delta_rule.wy_fast.recompute_w_u_fwd": (_DELTA, "k v beta A g"),
+    "ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd": (_DELTA, "k v beta g A dw du"),
+    "ops.kda.chunk_intra.chunk_kda_fwd_intra": (
         _DELTA,
-        f"q k v g beta scale {_STATES}",
+        "q k v gk beta scale disable_recompute",
     ),
-    "ops.gated_delta_rule.chunk.chunk_gated_delta_rule_bwd": (
+    "ops.kda.chunk_intra.chunk_kda_bwd_intra": (_DELTA, "q k g beta dAqk dAkk dq dk db dg"),
+    "ops.kda.chunk_bwd.chunk_kda_bwd_dAv": (_DELTA, "q k v do A scale"),
+    "ops.kda.chunk_bwd.chunk_kda_bwd_wy_dqkg_fused": (
         _DELTA,
-        "q k v g beta A scale initial_state do dht",
+        "q k v v_new g beta A h do dh dv scale",
     ),
-    "ops.kda.chunk_fwd.chunk_kda_fwd": (_DELTA, f"q k v g beta scale {_STATES} chunk_size"),
-    "ops.kda.chunk_bwd.chunk_kda_bwd": (
-        _DELTA,
-        "q k v g beta Aqk Akk scale initial_state do dht chunk_size",
-    ),
-    "ops.simple_gla.chunk.chunk_simple_gla_fwd": (_SCAN, "q k v g scale"),
-    "ops.simple_gla.chunk.chunk_simple_gla_bwd": (
-        _SCAN,
-        "q k v g g_gamma initial_state do dht scale",
-    ),
-    "modules.causal_conv1d.ops.causal_conv1d_fwd": (
-        _CONV,
-        "x weight bias residual activation chunk_size",
-    ),
-    "modules.causal_conv1d.ops.causal_conv1d_bwd": (
-        _CONV,
-        "x dy dht weight bias activation chunk_size",
-    ),
+    "ops.kda.wy_fast.recompute_w_u_fwd": (_DELTA, "q k v beta A gk"),
+    "ops.gla.chunk.chunk_gla_fwd_o_gk": (_DELTA, "q v g A h scale"),
 }
 
 FLA = (
     *(
         Name(f"fla.{name}", used_by, takes=f"{takes} {_BOUNDARIES}")
-        for name, (used_by, takes) in _FLA_PASSES.items()
+        for name, (used_by, takes) in _FLA_STEPS.items()
     ),
     Name(
         "fla.ops.common.chunk_o.chunk_bwd_dqkwg",
@@ -152,7 +142,16 @@ FLA = (
         takes=f"chunk_size reverse scale {_BOUNDARIES}",
     ),
     Name("fla.ops.utils.constant.RCP_LN2", _SCAN),
-    Name("fla.ops.utils.index.prepare_chunk_offsets", "recurrent/fla_kernels/arguments.py"),
+    *(
+        Name(f"fla.{name}", "recurrent/fla_kernels/states.py")
+        for name in (
+            "ops.utils.index.prepare_chunk_offsets",
+            "ops.common.chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+            "ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64",
+            "ops.common.chunk_h.chunk_fwd_kernel_h",
+            "ops.common.chunk_h.chunk_bwd_kernel_dh",
+        )
+    ),
     *(
         Name(f"fla.{name}", "recurrent/fla_kernels/hopper.py")
         for name in (
