@@ -2,7 +2,8 @@
 
 On Hopper, Triton 3.4 to 3.7.0 makes a kernel of `chunk_bwd_dqkwg` whose gradients of keys and decay
 are wrong (flash-linear-attention issue 640), so fla refuses it there, unless tilelang is installed.
-fla lets other packages register an implementation of a step; this one is matrix products by torch.
+fla lets other packages register an implementation of a step; this one is matrix products by torch,
+and what Inductor makes of the rest.
 
 Shapes: B rows of T tokens, each in M chunks of 64; H, HV = heads of queries and keys, and of
 values; K, V = their head_dim.
@@ -26,6 +27,8 @@ def avoid_wrong_kernel() -> None:
     if not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1:
         return
 
+    compiled = torch.compile(gradients_of_chunks, fullgraph=True)
+
     class TorchBackend(BaseBackend):  # type: ignore[misc]
         backend_type = "flexvarlen"
         priority = 9  # after tilelang's
@@ -39,8 +42,14 @@ def avoid_wrong_kernel() -> None:
         def chunk_bwd_dqkwg(self, **given: Any) -> tuple[Tensor | None, ...]:
             for unused in ("g_gamma", "state_v_first", "w"):
                 given.pop(unused, None)
-            of_rows = given.get("cu_seqlens") is None
-            return gradients_of_rows(**given) if of_rows else gradients_of_chunks(**given)
+            if given.get("cu_seqlens") is None:
+                return gradients_of_rows(**given)
+            for name in ("q", "k", "v", "do", "dv", "g", "h", "dh"):
+                if given.get(name) is not None:  # other numbers of tokens and of chunks
+                    torch._dynamo.maybe_mark_dynamic(given[name], 1)
+            torch._dynamo.maybe_mark_dynamic(given["cu_seqlens"], 0)
+            torch._dynamo.maybe_mark_dynamic(given["chunk_indices"], 0)
+            return compiled(**given)
 
     register("common")(TorchBackend)
 
@@ -111,11 +120,12 @@ def gradients_of_chunks(
         found = x[0, tokens].masked_fill(~real[..., None, None], 0).transpose(1, 2)
         return found.repeat_interleave(heads // x.shape[2], dim=1)
 
+    to_row = torch.where(real, tokens, q.shape[1])  # past the end, where there is no token
+
     def row(x: Tensor) -> Tensor:
         """`[M, HV, 64, D]` as `[1, T, HV, D]`."""
-        out = x.new_empty(1, q.shape[1], heads, x.shape[-1])
-        out[0, tokens[real]] = x.transpose(1, 2)[real]
-        return out
+        out = x.new_empty(q.shape[1] + 1, heads, x.shape[-1])
+        return out.index_copy(0, to_row.flatten(), x.transpose(1, 2).flatten(0, 1))[None, :-1]
 
     q_c, k_c, v_c, do_c = map(chunks, (q, k, v, do))
     g_c = chunks(g[..., None])[..., 0]
