@@ -141,7 +141,7 @@ def _compare(scan: Scan, device: torch.device) -> None:
     group = scan.heads[1] // scan.heads[0]
     grad = torch.zeros_like(out)
     grad[:, :, -group:] = torch.randn_like(grad[:, :, -group:])
-    found = [out, *torch.autograd.grad(out, inputs, grad)]
+    found = [out.detach(), *torch.autograd.grad(out, inputs, grad)]
     last = [
         x.detach()[:, :, -(1 if i < 2 else min(group, x.shape[2])) :].float().requires_grad_()
         for i, x in enumerate(inputs)
@@ -149,7 +149,7 @@ def _compare(scan: Scan, device: torch.device) -> None:
     expected_out = _recurrence(*last, delta="delta" in scan.kind, documents=documents)
     grads = torch.autograd.grad(expected_out, last, grad[:, :, -group:].float())
     names = ("output", "dq", "dk", "dv", "dg", "dbeta")
-    for name, x, expected in zip(names, found, [expected_out, *grads], strict=False):
+    for name, x, expected in zip(names, found, [expected_out.detach(), *grads], strict=False):
         x = x[:, :, -expected.shape[2] :].float()
         error = float((x - expected).norm() / expected.norm().clamp(min=2**-7))
         if not error <= TOLERANCE[scan.dtype]:

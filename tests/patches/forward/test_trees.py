@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
+from flexvarlen.reference.recurrences import plain_recurrences
 from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.tiny_models import VOCABULARY, new_model, shared_model, texts_alone
 
@@ -115,6 +116,41 @@ def test_one_graph_for_batches_of_equal_sizes():
             torch.testing.assert_close(found.loss, expected.loss, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
     assert (stats.compilations, stats.graph_breaks) == (1, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2"])
+def test_a_hybrid_on_a_gpu(family):
+    """fla's kernels in bf16, and the gradients of states that several segments start from."""
+    pytest.importorskip("fla")
+    plain = copy.deepcopy(shared_model(family, torch.bfloat16, "cuda", 64))
+    plain.set_attn_implementation("eager")
+    with plain_recurrences(plain):
+        baseline, exact = alone(plain), alone(copy.deepcopy(plain).double())
+    model = fv.patch_model(plain, "auto")
+    sizes = {"total_tokens": 192, "capacity": 16, "max_seqlen_bound": 192, "max_depth": 4}
+    shared = fv.share_prefixes(samples(), **sizes)
+    out = model(**on_the_gpu(shared))
+    out.loss.backward()
+    logits = torch.cat(shared.unfold(out.logits.detach().cpu()))
+    assert_as_accurate(logits, exact.logits.cpu(), baseline.logits.cpu(), 2, "logits")
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_gradients_as_accurate(gradients, exact.gradients, baseline.gradients)
+    if family not in ("qwen3_5_text", "lfm2"):  # experts break graphs
+        return
+    torch._dynamo.reset()
+    compiled, texts = torch.compile(model, fullgraph=True), samples()
+    with watch_compilation() as stats:
+        for batch in (texts, texts[:3], [*texts[2:], texts[0]]):
+            inputs = on_the_gpu(fv.share_prefixes(batch, **sizes))
+            found, expected = compiled(**inputs), model(**inputs)
+            found.loss.backward()
+            torch.testing.assert_close(found.loss, expected.loss, atol=2e-2, rtol=2e-2)
+    assert (stats.compilations, stats.graph_breaks) == (1, 0)
+
+
+def on_the_gpu(shared):
+    return {name: x.to("cuda") if hasattr(x, "to") else x for name, x in shared.batch().items()}
 
 
 def test_trainer(tmp_path):

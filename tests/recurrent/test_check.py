@@ -1,0 +1,117 @@
+"""fla's kernels are compared with the recurrence before use, once; wrong ones are not used."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from transformers.models.mamba2 import modeling_mamba2
+
+from flexvarlen.attention.auto.check_results import WrongResultError
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.recurrent.documents import RecurrentDocuments
+from flexvarlen.recurrent.fla_kernels import check
+from flexvarlen.recurrent.fla_kernels.check import Scan
+from flexvarlen.recurrent.functions import TransformersFunction, mamba2_scan
+from tests.recurrent.cases import CASES
+
+CPU = torch.device("cpu")
+SCANS = {
+    "gated delta rule": ((2, 4), (8, 16), "gated_delta"),
+    "Kimi's delta rule": ((2, 2), (8, 16), "kimi_delta"),
+    "Mamba-2's scan": ((2, 4), (8, 16), "mamba2"),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document")
+
+
+def scan_of(kind, trees=False, dtype=torch.float32):
+    heads, dims, _ = SCANS[kind]
+    return Scan(kind, heads, dims, dtype, trees)
+
+
+def in_plain_torch(kind, factor=1.0):
+    """What fla's operator gives, by transformers' function, one document after another."""
+    run = CASES[SCANS[kind][2]]()[0]
+
+    def operator(*given):
+        *inputs, _, _, parents, _ = given
+        sizes = {} if parents is None else {"parents": check.PARENTS}
+        make = PackedLayout.from_lengths if parents is None else PackedLayout.from_tree
+        documents = RecurrentDocuments(make(check.LENGTHS, **sizes))
+        if kind != "Mamba-2's scan":
+            return [run(documents, *inputs) * factor]
+        C, B, v, g = inputs  # the step of time is the decay, and is taken out of the values
+        return [_scan(documents, C, B, v, g) * factor]
+
+    return operator
+
+
+def _scan(documents, C, B, v, g):
+    plain = TransformersFunction(None, inspect.unwrap(modeling_mamba2.mamba2_chunk_scan))
+    decay = torch.full((v.shape[2],), -1.0)
+    return mamba2_scan(plain, documents, v / -g[..., None], -g, decay, B, C, chunk_size=16)
+
+
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("kind", SCANS)
+def test_the_recurrence_is_transformers(kind, trees, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setitem(check.OPERATORS, kind, in_plain_torch(kind))
+    check._compare(scan_of(kind, trees), CPU)
+    monkeypatch.setitem(check.OPERATORS, kind, in_plain_torch(kind, 1.05))
+    with pytest.raises(WrongResultError, match=r"its output is off by 0\.0"):
+        check._compare(scan_of(kind, trees), CPU)
+
+
+@pytest.fixture
+def compared(monkeypatch, tmp_path):
+    """The scans that are compared, on a machine of its own."""
+    found = []
+    monkeypatch.setenv("FLEXVARLEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(check.keys, "machine", lambda device: "a machine")
+    monkeypatch.setattr(check, "why_nothing_runs", lambda device: None)
+    monkeypatch.setattr(check, "in_own_thread", lambda device, work: work())
+    monkeypatch.setattr(check, "_compare", lambda scan, device: found.append(scan))
+    monkeypatch.setattr(check, "_known", {})
+    return found
+
+
+def test_once_on_a_machine(compared):
+    scan = scan_of("gated delta rule")
+    for _ in range(2):
+        assert check._why_wrong(*scan, 0) is None
+        assert check._known.popitem()[1] is None  # another process
+    assert compared == [scan]
+    assert check.noted(CPU) == ["gated delta rule, 2/4 heads of 8/16, float32"]
+    assert check._why_wrong(*scan_of("gated delta rule", trees=True), 0) is None
+    assert len(compared) == 2
+
+
+def test_what_is_wrong_does_not_run(compared, monkeypatch):
+    def wrong(scan, device):
+        compared.append(scan)
+        raise WrongResultError("its dk is off by 3")
+
+    monkeypatch.setattr(check, "_compare", wrong)
+    with pytest.warns(UserWarning, match="its dk is off by 3.*plain torch runs it"):
+        why = check._why_wrong(*scan_of("Mamba-2's scan"), 0)
+    assert "failed a check of Mamba-2's scan" in why
+    assert check._why_wrong(*scan_of("Mamba-2's scan"), 0) == why
+    assert len(compared) == 1
+    assert check.noted(CPU) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize("kind", SCANS)
+def test_on_a_gpu(kind, trees, monkeypatch):
+    pytest.importorskip("fla")
+    device = torch.device("cuda", 0)
+    heads, dims = SCANS[kind][0], (64, 64)
+    scan = Scan(kind, heads, dims, torch.bfloat16, trees)
+    check._compare(scan, device)
+    right = check.OPERATORS[kind]
+    monkeypatch.setitem(check.OPERATORS, kind, lambda *given: [right(*given)[0] * 1.2])
+    with pytest.raises(WrongResultError, match=r"its output is off by 0\.2"):
+        check._compare(scan, device)
