@@ -28,6 +28,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan
 from flexvarlen.recurrent.fla_kernels.delta_rules import gated_delta_rule, kimi_delta_rule
+from flexvarlen.recurrent.fla_kernels.hopper import eagerly
 from flexvarlen.recurrent.fla_kernels.states import Boundaries
 
 OPERATORS: dict[str, Callable[..., list[Tensor]]] = {
@@ -102,7 +103,8 @@ def _why_wrong(
     if why_nothing_runs(device) is not None:
         return None
     try:
-        why = failure(lambda: in_own_thread(device, lambda: _compare(scan, device)))
+        with eagerly():
+            why = failure(lambda: in_own_thread(device, lambda: _compare(scan, device)))
     except CannotCheckError:
         return None
     _known[key] = why and f"fla's kernels failed a check of {scan} ({why})"

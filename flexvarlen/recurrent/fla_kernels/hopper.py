@@ -11,6 +11,9 @@ values; K, V = their head_dim.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -27,7 +30,7 @@ def avoid_wrong_kernel() -> None:
     if not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1:
         return
 
-    compiled = torch.compile(gradients_of_chunks, fullgraph=True)
+    compiled = torch.compile(gradients_of_chunks)  # of too many kinds of scans, some run eagerly
 
     class TorchBackend(BaseBackend):  # type: ignore[misc]
         backend_type = "flexvarlen"
@@ -44,6 +47,8 @@ def avoid_wrong_kernel() -> None:
                 given.pop(unused, None)
             if given.get("cu_seqlens") is None:
                 return gradients_of_rows(**given)
+            if _EAGER.is_set():
+                return gradients_of_chunks(**given)
             for name in ("q", "k", "v", "do", "dv", "g", "h", "dh"):
                 if given.get(name) is not None:  # other numbers of tokens and of chunks
                     torch._dynamo.maybe_mark_dynamic(given[name], 1)
@@ -52,6 +57,22 @@ def avoid_wrong_kernel() -> None:
             return compiled(**given)
 
     register("common")(TorchBackend)
+
+
+_EAGER = threading.Event()
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Inside the block the step is not compiled.
+
+    A check that Dynamo asks for while it traces waits for its thread, which would wait for Dynamo.
+    """
+    _EAGER.set()
+    try:
+        yield
+    finally:
+        _EAGER.clear()
 
 
 def gradients_of_rows(
