@@ -65,13 +65,22 @@ Run = Callable[[Level, Tensor | None, Tensor | None], None]
 
 
 def _levels(boundaries: Boundaries) -> list[Level]:
-    """From the roots on; before these the spare slots and the padding."""
+    """From the roots on; before these the spare slots and the padding.
+
+    Raises:
+        NotImplementedError: a CUDA graph of trees is captured.
+    """
     from fla.ops.utils.index import prepare_chunk_offsets
 
     cu_seqlens, _, parents, levels = boundaries
     chunks = prepare_chunk_offsets(cu_seqlens, CHUNK)
     if parents is None or levels is None:
         return [Level(cu_seqlens, chunks)]
+    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "recurrent layers run trees level by level, and a CUDA graph would repeat the levels of "
+            "these for other trees; capture none, and compile without mode='reduce-overhead'."
+        )
     bounds: list[int] = levels.tolist()
     last = bounds[-1]
     found = [Level(cu_seqlens[last:], chunks[last:])]

@@ -1,0 +1,77 @@
+"""States pass from segment to segment, level by level, whatever kernel computes them."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given
+from torch.nn.functional import pad
+
+from flexvarlen.recurrent.documents import CHUNK
+from flexvarlen.recurrent.fla_kernels import states
+from flexvarlen.recurrent.fla_kernels.states import Boundaries
+from tests.recurrent.cases import branches
+from tests.trees import Tree, trees
+
+
+def chunk_offsets(cu_seqlens, size):
+    return pad(((cu_seqlens.diff() + size - 1) // size).cumsum(0), (1, 0))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fla_without_kernels():
+    index = ModuleType("fla.ops.utils.index")
+    index.prepare_chunk_offsets = chunk_offsets
+    names = ("fla", "fla.ops", "fla.ops.utils")
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (*map(ModuleType, names), index):
+            patch.setitem(sys.modules, module.__name__, module)
+        yield
+
+
+def by_slot(walk, docs):
+    """What a kernel that adds a slot's number of tokens to a state writes for each slot."""
+    boundaries, levels, written = Boundaries.of(docs), [], []
+
+    def run(level, read, out):
+        sizes = level.cu_seqlens.diff()
+        chunks = chunk_offsets(docs.cu_seqlens, CHUNK)
+        assert set(level.chunk_offsets.tolist()) <= set(chunks.tolist())
+        assert torch.equal(level.chunk_offsets.diff(), -(-sizes // CHUNK))
+        torch.add(read, sizes.view(-1, 1, 1, 1), out=out)
+        levels.append(level)
+        written.append(out.flatten())
+
+    walk(boundaries, torch.zeros(1, len(docs.chunk_indices), 1, 1, 1), run)
+    starts = [int(level.cu_seqlens[0]) for level in levels]
+    spare = 0 if walk is states._from_roots else len(levels) - 1
+    assert starts[spare] == sum(docs.layout.segments.lengths)
+    ordered = written[1:] if spare == 0 else written[-2::-1]
+    return torch.cat([*ordered, written[spare]]).tolist()
+
+
+@given(trees(most_tokens=150))
+def test_a_state_of_another_segment(tree):
+    """A final state adds up what is above a segment, its gradient what is below it."""
+    docs = branches(tree)
+    index = docs.layout.segments.by_level.table[3].tolist()
+    final, grads = (by_slot(walk, docs) for walk in (states._from_roots, states._from_leaves))
+    below = list(tree.lengths)
+    for segment in reversed(range(len(below))):
+        if tree.parents[segment] >= 0:
+            below[tree.parents[segment]] += below[segment]
+    for segment in range(len(below)):
+        assert final[index[segment]] == len(tree.path_of(segment))
+        assert grads[index[segment]] == below[segment]
+
+
+def test_a_cuda_graph_of_one_tree(monkeypatch):
+    """It would replay the levels of the tree that it is captured with."""
+    boundaries = Boundaries.of(branches(Tree((5, 3), (-1, 0))))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(NotImplementedError, match="CUDA graph"):
+        states._levels(boundaries)
