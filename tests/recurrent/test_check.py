@@ -102,6 +102,19 @@ def test_what_is_wrong_does_not_run(compared, monkeypatch):
     assert check.noted(CPU) == []
 
 
+def test_a_step_that_is_compiled(compared, monkeypatch):
+    """It would wait for the lock of torch.compile, which the thread that traces a model holds."""
+    graphs = []
+    step = torch.compile(torch.sin, backend=lambda graph, _: graphs.append(graph) or graph)
+    monkeypatch.setattr(
+        check, "_compare", lambda scan, device: compared.append(step(torch.ones(1)))
+    )
+    assert check._why_wrong(*scan_of("gated delta rule"), 0) is None
+    assert (len(compared), graphs) == (1, [])
+    step(torch.ones(1))
+    assert len(graphs) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("trees", [False, True])
 @pytest.mark.parametrize("kind", SCANS)

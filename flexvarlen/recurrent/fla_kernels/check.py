@@ -28,7 +28,6 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan
 from flexvarlen.recurrent.fla_kernels.delta_rules import gated_delta_rule, kimi_delta_rule
-from flexvarlen.recurrent.fla_kernels.hopper import eagerly
 from flexvarlen.recurrent.fla_kernels.states import Boundaries
 
 OPERATORS: dict[str, Callable[..., list[Tensor]]] = {
@@ -103,8 +102,7 @@ def _why_wrong(
     if why_nothing_runs(device) is not None:
         return None
     try:
-        with eagerly():
-            why = failure(lambda: in_own_thread(device, lambda: _compare(scan, device)))
+        why = failure(lambda: in_own_thread(device, lambda: _compare_eagerly(scan, device)))
     except CannotCheckError:
         return None
     _known[key] = why and f"fla's kernels failed a check of {scan} ({why})"
@@ -125,6 +123,12 @@ def noted(device: torch.device) -> list[str]:
 
 
 # ---- the check ----
+
+
+def _compare_eagerly(scan: Scan, device: torch.device) -> None:
+    """Compare without torch.compile: it waits for the thread that traces this call, if one does."""
+    with torch.compiler.set_stance("force_eager"):
+        _compare(scan, device)
 
 
 def _compare(scan: Scan, device: torch.device) -> None:

@@ -11,9 +11,6 @@ values; K, V = their head_dim.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -47,8 +44,6 @@ def avoid_wrong_kernel() -> None:
                 given.pop(unused, None)
             if given.get("cu_seqlens") is None:
                 return gradients_of_rows(**given)
-            if _EAGER.is_set():
-                return gradients_of_chunks(**given)
             for name in ("q", "k", "v", "do", "dv", "g", "h", "dh"):
                 if given.get(name) is not None:  # other numbers of tokens and of chunks
                     torch._dynamo.maybe_mark_dynamic(given[name], 1)
@@ -57,22 +52,6 @@ def avoid_wrong_kernel() -> None:
             return compiled(**given)
 
     register("common")(TorchBackend)
-
-
-_EAGER = threading.Event()
-
-
-@contextmanager
-def eagerly() -> Iterator[None]:
-    """Inside the block the step is not compiled.
-
-    A check that Dynamo asks for while it traces waits for its thread, which would wait for Dynamo.
-    """
-    _EAGER.set()
-    try:
-        yield
-    finally:
-        _EAGER.clear()
 
 
 def gradients_of_rows(
