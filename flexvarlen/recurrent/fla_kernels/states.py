@@ -78,8 +78,8 @@ def _levels(boundaries: Boundaries) -> list[Level]:
         return [Level(cu_seqlens, chunks)]
     if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            "recurrent layers run trees level by level, and a CUDA graph would repeat the levels of "
-            "these for other trees; capture none, and compile without mode='reduce-overhead'."
+            "recurrent layers run trees level by level, and a CUDA graph would repeat the levels "
+            "of these for other trees; capture none, and compile without mode='reduce-overhead'."
         )
     bounds: list[int] = levels.tolist()
     last = bounds[-1]
