@@ -8,6 +8,7 @@ Shapes: S = number of segment slots; L = max_depth, a bound on the number of lev
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -63,12 +64,9 @@ class LevelOrder:
         last_slots = list(range(count, capacity + 1))
         rows = (first, above + [-1] * spare, before + [-1] * spare, index + last_slots)
         flat = host_int32([x for row in rows for x in row], device)
-        at_level = [sum(depth < level for depth in depths) for level in range(max_depth + 1)]
+        at_depth = [depths[segment] for segment in order]
+        at_level = [bisect_left(at_depth, level) for level in range(max_depth + 1)]
         return cls(
             flat.view(4, -1).to(device, non_blocking=True),
             torch.tensor(at_level, dtype=torch.int32, device="cpu"),
         )
-
-    def with_table(self, table: Tensor) -> LevelOrder:
-        """The same order, its table on another device."""
-        return LevelOrder(table, self.levels)

@@ -89,14 +89,14 @@ class Segments:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Segments:
         """The same segments, with `move` of their tables."""
-        by_level = self.by_level.with_table(move(self.by_level.table))
+        by_level = replace(self.by_level, table=move(self.by_level.table))
         return replace(self, table=move(self.table), by_level=by_level)
 
     def copied_to(self, other: Segments) -> Segments:
         """The same segments in the tables of `other`, whose values are lost. No sync."""
         other.table.copy_(self.table, non_blocking=True)
         other.by_level.table.copy_(self.by_level.table, non_blocking=True)
-        by_level = self.by_level.with_table(other.by_level.table)
+        by_level = replace(self.by_level, table=other.by_level.table)
         return replace(self, table=other.table, by_level=by_level)
 
     def tree_lengths(self) -> list[int]:
