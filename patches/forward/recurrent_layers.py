@@ -51,19 +51,18 @@ def patch_recurrent(layer: nn.Module) -> None:
             functions[name] = _dispatching(functions[name], _REPLACEMENTS.get(name))
     if _documents_hook not in layer._forward_pre_hooks.values():
         layer.register_forward_pre_hook(_documents_hook, with_kwargs=True)
-        layer.register_forward_hook(_output_hook, with_kwargs=True)
+        layer.register_forward_hook(_output_hook, with_kwargs=True, prepend=True)
 
 
 def unpatch_recurrent(layer: nn.Module) -> None:
     """Undo `patch_recurrent`; the functions without documents are transformers' own."""
-    for number, hook in tuple(layer._forward_pre_hooks.items()):
-        if hook is _documents_hook:
-            del layer._forward_pre_hooks[number]
-            layer._forward_pre_hooks_with_kwargs.pop(number, None)
-    for number, hook in tuple(layer._forward_hooks.items()):
-        if hook is _output_hook:
-            del layer._forward_hooks[number]
-            layer._forward_hooks_with_kwargs.pop(number, None)
+    for ours, hooks, with_kwargs in (
+        (_documents_hook, layer._forward_pre_hooks, layer._forward_pre_hooks_with_kwargs),
+        (_output_hook, layer._forward_hooks, layer._forward_hooks_with_kwargs),
+    ):
+        for number in [number for number, hook in hooks.items() if hook is ours]:
+            del hooks[number]
+            with_kwargs.pop(number, None)
 
 
 def _dispatching(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Any:
@@ -123,12 +122,8 @@ def _documents_hook(
 
 
 def _output_hook(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> Any:
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> Tensor:
     """The output of a layer in the order of the row."""
-    documents = kwargs.get(DOCUMENTS)
-    if not isinstance(documents, RecurrentDocuments) or documents.branches is None:
-        return output
-    if isinstance(output, Tensor):
-        return documents.to_row(output)
-    return (documents.to_row(output[0]), *output[1:])
+    documents = kwargs[DOCUMENTS]
+    return output if documents is None else documents.to_row(output)

@@ -83,7 +83,11 @@ def test_copies():
     to = PackedLayout.from_tree([9, 2, 3], [-1, 0, 0], **sizes)
     other = PackedLayout.from_tree([1, 2, 5], [-1, -1, 1], **sizes)
     expected = other.position_ids()
+    table = to.segments.by_level.table
     assert torch.equal(to.copy_(other).position_ids(), expected)
+    assert to.segments.by_level.table is table
+    assert torch.equal(table, other.segments.by_level.table)
+    assert torch.equal(to.segments.by_level.levels, other.segments.by_level.levels)
     assert [len(path) for path in to.paths()] == [1, 7]
     with pytest.raises(ValueError, match="trees of equal capacity and max_depth"):
         to.copy_(PackedLayout.from_lengths([20], **sizes))

@@ -20,7 +20,15 @@ from flexvarlen.measure import watch_compilation
 from flexvarlen.patches.forward.recurrent_layers import _dispatching
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.models.layers import recurrent_layers
-from tests.tiny_models import LENGTHS, new_model, one_row, padded_rows, shared_model
+from tests.tiny_models import (
+    LENGTHS,
+    VOCABULARY,
+    new_model,
+    one_row,
+    padded_rows,
+    shared_model,
+)
+from tests.trees import Tree
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:flexvarlen. recurrent layers run one document after another"
@@ -100,8 +108,25 @@ def test_a_deep_copy(model):
     twin = copy.deepcopy(model)
     assert torch.equal(twin(**inputs).logits, model(**inputs).logits)
     fv.unpatch_model(twin)
-    assert not any(x._forward_pre_hooks for x in recurrent_layers(twin))
+    assert not any(x._forward_pre_hooks or x._forward_hooks for x in recurrent_layers(twin))
     assert all(x._forward_pre_hooks for x in recurrent_layers(model))
+
+
+def test_a_hook_of_the_user():
+    """One that was there before sees the tokens in the order of the row, before and after."""
+    model, tree = new_model("qwen3_5_text"), Tree((9, 3, 4, 5), (-1, 0, 1, 0))
+    layer, seen = recurrent_layers(model)[0], []
+    layer.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    layer.register_forward_hook(lambda *given: seen.append(given[-1]))
+    fv.patch_model(model, "sdpa")
+    batch = tree.batch(VOCABULARY)
+    path = batch["input_ids"][:, tree.path_of(3)]
+    for inputs in (batch, {"input_ids": path, "use_cache": False}):
+        model(**inputs)
+    for whole, alone in zip(seen[:2], seen[2:], strict=True):
+        torch.testing.assert_close(whole[:, tree.path_of(3)], alone, atol=1e-4, rtol=1e-4)
 
 
 def test_a_packed_prefill(model):
