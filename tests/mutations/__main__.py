@@ -15,11 +15,15 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.mutations import of_models, of_packages
+from tests.mutations import of_models, of_packages, of_recurrent_layers
 from tests.mutations.mutation import Mutation
 
 ROOT = Path(__file__).parents[2]
-MUTATIONS = (*of_packages.MUTATIONS, *of_models.MUTATIONS)
+MUTATIONS = (
+    *of_packages.MUTATIONS,
+    *of_models.MUTATIONS,
+    *of_recurrent_layers.MUTATIONS,
+)
 
 
 def survives(mutation: Mutation) -> str | None:

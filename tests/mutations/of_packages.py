@@ -1,4 +1,4 @@
-"""Mutations of `flexvarlen/`: layouts, masks, trees, attention, recurrences."""
+"""Mutations of `flexvarlen/`: layouts, masks, trees, attention."""
 
 from tests.mutations.mutation import Mutation
 
@@ -216,54 +216,5 @@ MUTATIONS = (
         "torch.where(labels_T == IGNORE_INDEX, 0, counts_T).sum()",
         "(labels_T != IGNORE_INDEX).sum()",
         "tests/packing/test_prefixes.py",
-    ),
-    Mutation(
-        "recurrent: a convolution reaches over the start of a document",
-        "flexvarlen/recurrent/functions.py",
-        "torch.where(offsets[:, None] >= shift, shifted, 0)",
-        "shifted",
-        "tests/recurrent/test_functions.py",
-    ),
-    Mutation(
-        "recurrent: a scan goes on into the next document",
-        "flexvarlen/recurrent/functions.py",
-        "for start, end in pairwise(ends)",
-        "for start, end in [(0, ends[-1])]",
-        "tests/recurrent/test_functions.py",
-    ),
-    Mutation(
-        "recurrent: padding is not zeroed",
-        "flexvarlen/recurrent/documents.py",
-        "        if self.padding is None:\n            return x",
-        "        return x",
-        "tests/recurrent/test_functions.py",
-    ),
-    Mutation(
-        "recurrent: tokens are counted from the start of the row",
-        "flexvarlen/recurrent/documents.py",
-        "self.offsets = layout.position_ids()",
-        "self.offsets = torch.arange(layout.total_tokens)",
-        "tests/recurrent/test_documents.py",
-    ),
-    Mutation(
-        "recurrent: chunks are counted from the start of the row",
-        "flexvarlen/recurrent/documents.py",
-        "index - (ends - chunks)[slot]",
-        "index",
-        "tests/recurrent/test_documents.py",
-    ),
-    Mutation(
-        "recurrent: a kernel is given one document",
-        "flexvarlen/recurrent/documents.py",
-        "self.seq_idx = layout.document_ids()[None]",
-        "self.seq_idx = torch.zeros_like(layout.document_ids())[None]",
-        "tests/recurrent/test_functions.py",
-    ),
-    Mutation(
-        "recurrent: a state that is asked for is not made",
-        "flexvarlen/recurrent/functions.py",
-        "if initial is not None or final:",
-        "if initial is not None:",
-        "tests/recurrent/test_functions.py",
     ),
 )
