@@ -24,10 +24,10 @@ class LevelOrder:
     """The order, and what precedes each segment.
 
     Attributes:
-        table: int32 `[4, S + 1]`, on the device of the tokens. Its first three rows are of the
+        table: int32 `[4, S + 1]`, on the device of the tokens. Its first three rows describe the
             segments in this order: the first token; the parent, as an index in this order, -1 at a
             root; the token before it on its path, -1 where there is none. Tokens are counted in
-            this order. The fourth row: for each segment of the row its index in this order. Spare
+            this order. The fourth row has the index in this order of each segment of the row. Spare
             slots are empty and come last.
         levels: int32 `[L + 1]` on the host: the first segment of each level, then their number.
     """

@@ -29,7 +29,7 @@ def causal_convolution(
     Returns:
         `[T, C]` in the dtype of x.
 
-    Deterministic, backward too, but in plain torch on a GPU. No sync; traces.
+    Forward and backward are deterministic, except in plain torch on a GPU. No sync; traces.
     """
     narrow = weight.shape[1] <= WIDEST_CONVOLUTION
     if x_TC.is_cuda and HAS_TRITON and narrow and x_TC.dtype != torch.float64:

@@ -164,15 +164,15 @@ def _chunk_indices(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
 
 
 def _next_tokens(starts: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens in whose convolution a token is, other than those that follow it in the row.
+    """The tokens whose convolution reads a token, other than those that follow it in the row.
 
     Args:
         starts: int32 `[N + 1]`.
         previous: int32 `[T]`.
 
     Returns:
-        int32 `[T + 1]`, where in the list each token's part starts; the list, int32 `[9 N]`, of 4
-        times the next token plus its distance on the path, by token and slot; the rest is unused.
+        Where each token's part of the list starts, int32 `[T + 1]`, and the list, int32 `[9 N]`:
+        4 times the token that reads it, plus their distance on the path. Its end is unused.
     """
     total_tokens, reach = previous.shape[0], WIDEST_CONVOLUTION - 1
     ahead = torch.arange(reach, device=starts.device, dtype=torch.int32)

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,19 +132,11 @@ def gated_delta_rule(
         out = OPERATORS[kind](*rows, *boundaries)[0]
     else:
 
-        def run(state: Tensor | None, keep: bool, *row: Tensor) -> tuple[Tensor, Tensor | None]:
+        def run(state: Tensor | None, keep: bool, *row: Tensor) -> Any:
             q, k, v, g, beta = row
-            found: tuple[Tensor, Tensor | None] = original.plain_torch(
-                q,
-                k,
-                v,
-                g=g,
-                beta=beta,
-                initial_state=state,
-                output_final_state=keep,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            )
-            return found
+            given = {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+            given |= {"initial_state": state, "output_final_state": keep}
+            return original.plain_torch(q, k, v, **given)
 
         out = _loop_over_documents(run, documents, rows, rows[2], why=why)
     return documents.zero_padding(out).view(shape), None
@@ -204,11 +196,10 @@ def mamba2_scan(
         out = out if D is None else out + (x * D[:, None]).to(x.dtype)
     else:
 
-        def run(state: Tensor | None, keep: bool, *row: Tensor) -> tuple[Tensor, Tensor | None]:
+        def run(state: Tensor | None, keep: bool, *row: Tensor) -> Any:
             x, dt, B, C = row
-            found = original.plain_torch(
-                x, dt, A, B, C, **fixed, initial_states=state, return_final_states=keep
-            )
+            given = fixed | {"initial_states": state, "return_final_states": keep}
+            found = original.plain_torch(x, dt, A, B, C, **given)
             return found if keep else (found, None)
 
         out = _loop_over_documents(run, documents, [x, dt, B, C], x, why=why)
@@ -226,11 +217,8 @@ def _refuse_states(initial: Tensor | None, final: bool) -> None:
 # ---- plain torch, one document at a time ----
 
 
-class _Scan(Protocol):
-    def __call__(
-        self, state: Tensor | None, keep: bool, *row: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """The outputs of one document, from a state, and its final state if that is to be kept."""
+_Scan = Callable[..., tuple[Tensor, Tensor | None]]
+"""state, keep, *tensors -> the outputs of one document, from a state; its final state if kept."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -239,7 +227,7 @@ def _loop_over_documents(
 ) -> Tensor:
     """Call `run` with each document's part `[1, length, ...]` of the rows; zeros at padding.
 
-    A segment of a tree starts from the final state of its parent. One sync of trees, and where only
+    A segment of a tree starts from the final state of its parent. Syncs for trees, and where only
     the device knows the documents. Warns once of the cost, and says why.
     """
     _warn_of_loop(why)

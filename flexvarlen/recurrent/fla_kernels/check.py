@@ -75,8 +75,8 @@ class Scan(NamedTuple):
 def why_wrong(kind: str, q: Tensor, v: Tensor, boundaries: Boundaries) -> str | None:
     """Why fla's kernels must not run this scan, or None.
 
-    Checks them if that has not been done on this machine; not while a CUDA graph is captured or
-    inside a backward. Traces, to a constant.
+    Checks them at the first call on this machine. They run unchecked while a CUDA graph is
+    captured, inside a backward, and where memory is short. Traces to a constant.
     """
     found: str | None = _why_wrong(*Scan.of(kind, q, v, boundaries), v.device.index)
     return found
