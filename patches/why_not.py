@@ -186,11 +186,6 @@ def unpad(parts: ModelParts, settings: Settings) -> str | None:
             "unpad=True must not be used with a sequence_parallel_group, whose ranks hold shards "
             "of packed rows; pass packed rows, or leave the group out."
         )
-    if parts.drops_keywords:
-        return (
-            f"unpad=True is not supported with {parts.model_class.__name__}, whose head passes no "
-            "keywords on to its base model; pack its batches, or leave unpad out."
-        )
     return None
 
 

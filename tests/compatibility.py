@@ -29,7 +29,7 @@ MEANING = {
     "longrope": "rotary frequencies that depend on how long a document is, as in Phi-3 of 128K",
     "encoder": "attention in both directions, as in BERT and ModernBERT",
     "images": "text with images, as in Qwen2.5-VL",
-    "hybrid": "recurrent layers beside attention, as in Qwen3.5; Mamba-2 alone refuses unpad too",
+    "hybrid": "recurrent layers beside attention, as in Qwen3.5",
 }
 """What each kind of model is, by its name in `KINDS`."""
 

@@ -98,11 +98,7 @@ def draw(seed: int, families: tuple[str, ...] = FAMILIES) -> HeadCase:
     if family == "mamba2" or form.startswith("padded"):
         lengths = lengths[:4]
     # Under `unpad` BERT's positions count padding on the left, as transformers' do.
-    unpads = (
-        form.startswith("padded")
-        and family != "mamba2"
-        and (family, form) != ("bert", "padded left")
-    )
+    unpads = form.startswith("padded") and (family, form) != ("bert", "padded left")
     kinds = ("classes", "several", "regression", "wrong", None)
     return HeadCase(
         seed,

@@ -143,8 +143,8 @@ def prepare_module(module: nn.Module, patch: Patch, inputs: dict[str, Any]) -> N
         refuse_reentrant_checkpoints(parts.text_tower(module))
         # Else the last tokens alone run through the later layers, where windows start elsewhere.
         inputs["logits_to_keep"] = None
-    if isinstance(inputs.get("attention_mask"), PackedForward):  # a head that drops keywords
-        inputs[CONTEXT] = inputs["attention_mask"]
+    if isinstance(inputs.get("attention_mask"), PackedForward | PaddedBatch):
+        inputs[CONTEXT] = inputs.pop("attention_mask")  # of a head that drops keywords
 
 
 def drop_padding(forward: ForwardInputs) -> None:
@@ -171,6 +171,8 @@ def give_to_base(forward: ForwardInputs, padded: PaddedBatch) -> dict[str, Any]:
         refuse_rows_to_pool(padded, reads_first=forward.reads_first_token)
     if head in PER_DOCUMENT:
         check_document_labels(inputs.get("labels"), padded.batch)
+    if forward.parts.drops_keywords:
+        inputs["attention_mask"] = padded
     wrap_loss(module)
     return inputs | {CONTEXT: padded}
 

@@ -160,11 +160,6 @@ def test_rows_over_ranks():
         fv.patch_model(new_model("lfm2"), "sdpa", sequence_parallel_group=object())
 
 
-def test_padded_batches_of_mamba2():
-    with pytest.raises(NotImplementedError, match=r"unpad=True.*Mamba2ForCausalLM"):
-        fv.patch_model(new_model("mamba2"), "sdpa", unpad=True)
-
-
 def test_a_layer_that_calls_other_functions():
     class Own(torch.nn.Module):
         def __init__(self):

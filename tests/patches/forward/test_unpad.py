@@ -24,7 +24,6 @@ LENGTHS = (5, 70, 1, 30)
 ROW = 75
 TEXT = [each.model_type for each in FAMILIES if each.task in ("CausalLM", "MaskedLM")]
 TEXT.remove("phi3")  # transformers gives all rows the longrope frequencies of the longest
-TEXT.remove("mamba2")  # refused: see test_recurrent_layers
 SCANS = [each.model_type for each in FAMILIES if "start anew" in each.needs]
 ENCODERS = [each.model_type for each in FAMILIES if each.task == "MaskedLM"]
 
