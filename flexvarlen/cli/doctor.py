@@ -21,6 +21,7 @@ def doctor() -> None:
             DECODING,
             HEADS,
             backend_states,
+            checked_scans,
             chosen_by_auto,
             facts,
             version_problems,
@@ -41,6 +42,8 @@ def doctor() -> None:
         )
         _print_backends(backend_states(device, dtype), on_gpu)
         console.print(f"\n{DECODING}", highlight=False)
+        if (scans := checked_scans(device)) is not None:
+            console.print(scans, markup=False, highlight=False)
 
 
 def _print_backends(states: list[BackendState], on_gpu: bool) -> None:

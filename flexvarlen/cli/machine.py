@@ -17,6 +17,8 @@ from flexvarlen.attention.backends.registry import BACKENDS, IMPLEMENTATIONS, wh
 from flexvarlen.attention.explain import Explanation, explain
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.machine import environment
+from flexvarlen.recurrent import fla_kernels
+from flexvarlen.recurrent.fla_kernels.check import noted
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 """The call that backends are asked about: the attention of Llama-3.1-8B."""
@@ -92,7 +94,7 @@ def version_problems() -> list[str]:
 
 PACKAGES = (
     *("accelerate", "trl", "peft", "liger-kernel"),
-    *("fla-core", "causal-conv1d", "mamba-ssm"),  # kernels of recurrent layers
+    *("fla-core", "mamba-ssm"),  # kernels of recurrent layers
 )
 """Packages that models are trained with."""
 
@@ -119,6 +121,17 @@ def chosen_by_auto(device: torch.device | str, dtype: torch.dtype) -> str:
     tokens, mean = TYPICAL_ROWS[0]
     layout = PackedLayout.from_lengths(log_normal_lengths(tokens, mean), device=device)
     return explain(layout, dtype=dtype, **HEADS).sentence()
+
+
+def checked_scans(device: torch.device | str) -> str | None:
+    """Which of fla's scans were found right on this machine; None where fla cannot run."""
+    device = torch.device(device)
+    if fla_kernels.why_not(torch.empty(0, device=device, dtype=torch.bfloat16)) is not None:
+        return None
+    found = noted(device)
+    if not found:
+        return "fla's scans are checked at their first use, none so far on this machine."
+    return f"fla's scans that were checked and are right on this machine: {'; '.join(found)}."
 
 
 def parse_heads(text: str) -> tuple[int, int]:

@@ -271,6 +271,26 @@ def test_doctor_names_every_backend_and_the_decoding_path():
         assert name in result.output
 
 
+def test_doctor_names_the_scans_that_were_checked(monkeypatch, tmp_path):
+    """Of this machine alone, and only where fla can run."""
+    from flexvarlen import env
+    from flexvarlen.attention.auto import cache_file, keys
+    from flexvarlen.recurrent import fla_kernels
+    from flexvarlen.recurrent.fla_kernels.check import NOTED
+
+    def said():
+        return " ".join(CliRunner().invoke(app, ["doctor"]).output.split())
+
+    monkeypatch.setenv(env.CACHE, str(tmp_path))
+    assert "fla's scans" not in said()
+    monkeypatch.setattr(fla_kernels, "why_not", lambda x: None)
+    assert said().endswith("first use, none so far on this machine.")
+    machine = keys.machine(torch.device("cpu"))
+    notes = {f"{machine}; {NOTED}scan one": {}, f"another machine; {NOTED}scan two": {}}
+    cache_file.write_entries(cache_file.cache_path(), notes)
+    assert said().endswith("right on this machine: scan one.")
+
+
 def test_doctor_runs_no_kernel_and_imports_no_transformers():
     code = (
         "import sys\nfrom flexvarlen.attention.backends.sdpa import SdpaBackend\n"
