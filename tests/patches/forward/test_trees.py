@@ -234,11 +234,7 @@ def test_a_router_loss():
 
 
 def test_a_model_that_is_not_patched():
-    model = shared_model("llama")
-    model.set_attn_implementation("flexvarlen_doc")
+    model = new_model("llama", implementation="flexvarlen_doc")
     batch = shared_batch()
-    try:
-        with pytest.raises(ValueError, match="needs a patched model"):
-            model(batch["input_ids"], packed_layout=batch["packed_layout"], use_cache=False)
-    finally:
-        model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="needs a patched model"):
+        model(batch["input_ids"], packed_layout=batch["packed_layout"], use_cache=False)
