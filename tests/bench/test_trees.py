@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from flexvarlen.bench.suites.model.tree_runs import (
     TreeInputs,
     TreeSteps,
     both_passes,
+    row_of,
     split_variant,
 )
 from flexvarlen.bench.suites.model.trees import SUITE
@@ -27,13 +29,15 @@ CPU = torch.device("cpu")
 QUICK = Options(CPU, quick=True, seconds=0.02, say=lambda line: None)
 ON_A_GPU = Options(torch.device("cuda"))
 CASES = {case.name: case for case in SUITE.cases(QUICK)}
-LEVELS = CASES["attention-16-2x8-2x8"]
+LEVELS = CASES["qwen3-tiny-attention-16-2x8-2x8"]
+CHAIN = CASES["qwen3.5-tiny-eager-chain-8-1x6"]
+RAGGED = CASES["qwen3.5-tiny-eager-ragged-24-4x8"]
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     out = tmp_path_factory.mktemp("trees") / "records.jsonl"
-    run_suite(SUITE, QUICK, RunRequest(out))
+    run_suite(SUITE, QUICK, RunRequest(out, cases="^qwen3-"))
     return read_records([out])
 
 
@@ -41,14 +45,15 @@ def records(tmp_path_factory):
 
 
 def test_every_variant_of_every_kind_is_right_and_timed(records):
-    expected = sum(len(SUITE.variants(case, QUICK)) for case in CASES.values())
-    assert len(records) == expected
+    dense = [case for name, case in CASES.items() if name.startswith("qwen3-")]
+    assert len(records) == sum(len(SUITE.variants(case, QUICK)) for case in dense)
     assert {(r.status, r.reason) for r in records} == {("ok", None)}
     for r in records:
         assert r.measures["ms_p50"] > 0
         if r.case["kind"] in STEPS:
             assert 0 < r.measures["error_over_allowed"] <= 1
             assert r.measures["samples_per_s"] > 0
+            assert 0 < r.measures["head_ms"] < r.measures["ms_p50"]
         if r.case["kind"] == "compiled":
             assert r.measures["graph_breaks"] == r.measures["recompilations"] == 0
             assert r.measures["other_packings"] == 2
@@ -66,7 +71,7 @@ def test_times_ideal_is_the_time_over_that_of_the_same_work_at_the_baselines_rat
 
 
 def test_documents_laid_out_as_trees_are_a_layout_without_segments():
-    assert TreeInputs.of(CASES["plain-8"], CPU).layout().segments is None
+    assert TreeInputs.of(CASES["qwen3-tiny-plain-8"], CPU).layout().segments is None
 
 
 def test_the_tables_have_every_kind_and_the_speedup(records):
@@ -88,9 +93,12 @@ def test_the_page_has_a_line_for_each_shape_with_the_gain_of_each_step(records):
     }
     first, second = table.lines
     assert [first[0], second[0]] == ["2 × (24 + 4 × 8)", "2 × (16 + 2 × (8 + 2 × 8))"]
-    for kind, shown in zip(("eager", "compiled"), first[2:4], strict=True):
-        assert shown == f"{gains[kind, 'auto'] / gains[kind, 'repeated:auto']:.2f}"
-    assert " → " in first[4]
+    shown = dict(zip(table.header, first, strict=True))
+    for kind in ("eager", "compiled"):
+        expected = gains[kind, "auto"] / gains[kind, "repeated:auto"]
+        assert shown[f"{kind} speedup"] == f"{expected:.2f}"
+    assert float(shown["speedup without loss"]) > 0
+    assert re.fullmatch(r"\d+\.\d → \d+\.\d", first[-1])
     assert SUITE.page_tables([r for r in records if r.case["kind"] == "attention"]) == []
 
 
@@ -102,14 +110,14 @@ def test_paths_are_those_of_the_layout(case):
     tree = case.tree()
     layout = fv.PackedLayout.from_tree(tree.lengths, tree.parents)
     positions, paths = layout.position_ids(), tree.paths()
-    assert all(torch.equal(positions[path], torch.arange(case.sample_tokens)) for path in paths)
+    assert all(torch.equal(positions[path], torch.arange(len(path))) for path in paths)
     assert len(paths) == case.samples
     assert sum(map(len, case.rows(tree.paths())), 0) == case.samples
     assert all(sum(map(len, row)) <= case.max_row_tokens for row in case.rows(tree.paths()))
 
 
 def test_other_trees_have_other_answers_in_as_many_tokens_and_equal_rows():
-    case = CASES["compiled-16-2x8-2x8"]
+    case = CASES["qwen3-tiny-compiled-16-2x8-2x8"]
     first, other = case.tree(), case.tree(1)
     assert first != other
     assert sum(first.lengths) == sum(other.lengths)
@@ -155,14 +163,14 @@ def test_repeated_samples_have_the_outputs_and_gradients_of_the_tree():
 
 
 def test_a_step_that_counts_shared_tokens_once_is_wrong():
-    steps = TreeSteps(CASES["eager-16-2x8-2x8"], QUICK)
+    steps = TreeSteps(CASES["qwen3-tiny-eager-16-2x8-2x8"], QUICK)
     assert steps.check("auto").wrong is None
     steps.row = replace(steps.row, sample_counts=torch.ones_like(steps.row.sample_counts))
     assert steps.check("auto").wrong.startswith("the gradient of")
 
 
 def test_labels_are_of_the_answers_alone():
-    steps = TreeSteps(CASES["eager-24-4x8"], QUICK)
+    steps = TreeSteps(CASES["qwen3-tiny-eager-24-4x8"], QUICK)
     labels, ids = steps.row.labels()[0], steps.row.input_ids[0]
     has_label = labels != IGNORE_INDEX
     assert has_label.nonzero()[:, 0][:8].tolist() == [*range(24, 31), 32]
@@ -170,18 +178,46 @@ def test_labels_are_of_the_answers_alone():
     assert steps.loss.counted == 8 * 7
 
 
+# --- recurrent layers ----------------------------------------------------------------------------
+
+
+def test_ragged_trees_through_recurrent_layers_are_right():
+    assert len(set(RAGGED.tree().lengths)) > 2
+    steps = TreeSteps(RAGGED, QUICK)
+    assert steps.check("auto").wrong is None
+    apart = row_of(RAGGED.tree(), steps.row.input_ids, of_segments=True)
+    steps.row = replace(steps.row, trees=apart.trees)
+    assert steps.check("auto").wrong.startswith("outputs")
+
+
+def test_a_chain_is_timed_beside_its_segments_as_documents(tmp_path):
+    out = tmp_path / "records.jsonl"
+    run_suite(SUITE, QUICK, RunRequest(out, cases="chain"))
+    chain, segments = records = read_records([out])
+    assert [r.status for r in records] == ["ok", "ok"]
+    assert chain.measures["row_tokens"] == segments.measures["row_tokens"] == CHAIN.tokens
+    assert [r.measures["checked_samples"] for r in records] == [4, 8]
+    (table,) = SUITE.page_tables(records)
+    shown = dict(zip(table.header, table.lines[0], strict=True))
+    ratio = chain.measures["ms_p50"] / segments.measures["ms_p50"]
+    assert shown["trees"] == "a chain of 4 × (8 + 1 × 6)"
+    assert shown["time ÷ its segments as documents"] == f"{ratio:.2f}"
+
+
 # --- cases ---------------------------------------------------------------------------------------
 
 
 def test_cases_of_a_gpu_are_rows_of_32768_tokens():
-    cases = SUITE.cases(ON_A_GPU)
+    every = SUITE.cases(ON_A_GPU)
+    cases = [case for case in every if case.geometry == "qwen3-1.7b"]
     assert len(cases) == 4 + 1 + 3 * 4
+    assert len(every) - len(cases) == 2 * 3 + 1
     for case in cases:
         if case.kind != "memory":
             assert case.tokens == 32_768
             assert case.heads == (16, 8, 128)
         rows = case.rows(case.tree().paths())
-        full = case.max_row_tokens // case.sample_tokens
+        full = case.max_row_tokens // len(rows[0][0])
         assert max(map(len, rows)) <= full
         if case.kind in STEPS:
             assert len(set(map(len, rows))) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +19,13 @@ STEPS: tuple[Kind, ...] = ("eager", "compiled", "memory")
 
 REPEATED = "repeated:"
 """Begins a variant in which every sample is a document of its own, its prompt included."""
+
+SEGMENTS = "segments:"
+"""Begins a variant in which every segment is a document of its own: as many tokens, no trees."""
+
+Form = Literal["equal", "ragged", "chain"]
+"""Trees that are alike; trees whose segments have between half and 1.5 times as many tokens; one
+tree in which each root but the first continues the one before it."""
 
 Shape = tuple[tuple[int, int], ...]
 """For each level of a tree, how many segments continue each one above, and their tokens."""
@@ -52,6 +60,28 @@ class Tree:
         lengths, parents = zip(*segments, strict=True)
         return cls(lengths, parents)
 
+    def ragged(self, seed: int) -> Tree:
+        """The same trees, the tokens of each segment drawn between half and 1.5 times as many."""
+        draw = random.Random(seed).randint
+        return Tree(tuple(draw(x - x // 2, x + x // 2) for x in self.lengths), self.parents)
+
+    def chained(self) -> Tree:
+        """One tree of these, each root a child of the root before it.
+
+        >>> Tree.of(((1, 5), (1, 3)), groups=3).chained()
+        Tree(lengths=(5, 3, 5, 3, 5, 3), parents=(-1, 0, 0, 2, 2, 4))
+        """
+        parents, root = [], -1
+        for segment, parent in enumerate(self.parents):
+            parents.append(root if parent < 0 else parent)
+            root = segment if parent < 0 else root
+        return Tree(self.lengths, tuple(parents))
+
+    def longest(self) -> int:
+        """Tokens of the largest whole tree."""
+        roots = torch.tensor(self.parents).lt(0).cumsum(0) - 1
+        return int(roots.repeat_interleave(torch.tensor(self.lengths)).bincount().max())
+
     def paths(self) -> list[Tensor]:
         """int64 `[L]` on the host: the tokens of each sample, from its root to its leaf."""
         return list(PackedLayout.from_tree(self.lengths, self.parents).paths())
@@ -67,6 +97,7 @@ class TreeCase(GeometryCase):
 
     Attributes:
         kind: what is measured.
+        form: of the trees.
         levels, groups: of `Tree.of`.
         max_row_tokens: tokens of a row of repeated samples at most.
         compiler: a backend of torch.compile; "" where nothing is compiled.
@@ -79,16 +110,19 @@ class TreeCase(GeometryCase):
     max_row_tokens: int
     compiler: str = ""
     other_trees: int = 0
+    form: Form = "equal"
 
     @property
     def name(self) -> str:
         (_, root), *others = self.levels
-        return "-".join([self.kind, str(root), *(f"{n}x{tokens}" for n, tokens in others)])
+        kind = [self.kind] if self.form == "equal" else [self.kind, self.form]
+        shape = [str(root), *(f"{n}x{tokens}" for n, tokens in others)]
+        return "-".join([self.geometry, *kind, *shape])
 
     @property
     def heads(self) -> tuple[int, int, int]:
         """num_heads, num_kv_heads and head_dim."""
-        config = GEOMETRIES[self.geometry](1)
+        config = GEOMETRIES[self.geometry](self.layers)
         return config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
     @property
@@ -96,8 +130,10 @@ class TreeCase(GeometryCase):
         return self.groups * prod(count for count, _ in self.levels)
 
     @property
-    def sample_tokens(self) -> int:
-        return sum(tokens for _, tokens in self.levels)
+    def checked(self) -> Sequence[int]:
+        """The samples that are compared with the reference: those of the last tree."""
+        every = range(self.samples)
+        return every if self.form == "chain" else every[-(self.samples // self.groups) :]
 
     @property
     def tokens(self) -> int:
@@ -105,14 +141,25 @@ class TreeCase(GeometryCase):
 
     def tree(self, index: int = 0) -> Tree:
         """The row; other indices have as many tokens in other answers."""
-        return Tree.of(self.levels, self.groups, index * max(1, self.levels[-1][1] // 16))
+        tree = Tree.of(self.levels, self.groups, index * max(1, self.levels[-1][1] // 16))
+        if self.form == "ragged":
+            return tree.ragged(self.seed)
+        return tree.chained() if self.form == "chain" else tree
 
     def rows(self, paths: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """The paths of the samples, row by row: as many as fit; in steps equally many."""
-        count = max(1, self.max_row_tokens // self.sample_tokens)
-        if self.kind in STEPS:  # so that one compiled graph serves all rows
-            count = max(n for n in range(1, count + 1) if self.samples % n == 0)
-        return [paths[first : first + count] for first in range(0, len(paths), count)]
+
+        def split(count: int) -> list[Sequence[Tensor]]:
+            return [paths[first : first + count] for first in range(0, len(paths), count)]
+
+        found = split(1)
+        for count in range(2, self.samples + 1):
+            if self.kind in STEPS and self.samples % count:
+                continue  # equally many, so that one compiled graph serves all rows
+            rows = split(count)
+            if all(sum(map(len, row)) <= self.max_row_tokens for row in rows):
+                found = rows
+        return found
 
     def data(self) -> dict[str, Any]:
         sizes = {"samples": self.samples, "tokens": self.tokens, "heads": list(self.heads)}

@@ -4,8 +4,13 @@ Both run on rows of trees, and on the same samples repeated. The reference is ev
 fp64. A token's output has one gradient, of which each of its samples has an equal share: then the
 samples' gradients sum to those of the tree.
 
+Of a chain of segments, the segments too: each a document of its own, in a row of as many tokens
+with the same labels, compared with each of them alone in fp64.
+
 A step's loss is that of the answers: cross-entropy of each next token inside a segment below a
 root. The first token of such a segment is not predicted: the segment above goes on in several ways.
+`head_ms` is what the loss and its gradient take of a step. Recurrent layers of the reference run in
+plain torch, in fp64.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -21,10 +27,12 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.attention.engine import measure_attention
 from flexvarlen.bench.suites.attention.inputs import Inputs, serial
 from flexvarlen.bench.suites.attention.packed import packed_calls
-from flexvarlen.bench.suites.model.tree_cases import REPEATED, Tree, TreeCase
+from flexvarlen.bench.suites.model.tree_cases import REPEATED, SEGMENTS, Tree, TreeCase
 from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.measure.timing import wall_seconds
+from flexvarlen.recurrent.fla_kernels import let_fla_run
 from flexvarlen.reference.acceptance import Error
 from flexvarlen.reference.attention import Results, Sample, spans_of
 from flexvarlen.reference.model import IGNORE_INDEX
@@ -165,11 +173,16 @@ def both_passes(forward: Finding, backward: Finding, tflop: float) -> Finding:
 class TreeSteps(Experiment):
     """A case's model with random weights, and its trees.
 
-    The last group's samples are checked, as all in fp64 would take a minute: in a checked step only
+    The last tree's samples are checked, as all in fp64 would take a minute: in a checked step only
     these have labels.
+
+    Args:
+        case: what is measured.
+        options: of the run.
+        of_segments: whether each segment is a document of its own; then all are checked.
     """
 
-    def __init__(self, case: TreeCase, options: Options) -> None:
+    def __init__(self, case: TreeCase, options: Options, *, of_segments: bool = False) -> None:
         self.case, model = case, case.new_causal_lm(options.device)
         ids = torch.randint(model.config.vocab_size, (1, case.tokens), device=options.device)
         loss_of = next_token_loss
@@ -177,23 +190,43 @@ class TreeSteps(Experiment):
             loss_of = torch.compile(loss_of, backend=own_backend(case.compiler))
         super().__init__(
             model,
-            [row_of(case, case.tree(index), ids) for index in range(1 + case.other_trees)],
-            documents=range(case.samples)[-(case.samples // case.groups) :],
+            [
+                row_of(case.tree(index), ids, of_segments=of_segments)
+                for index in range(1 + case.other_trees)
+            ],
+            documents=None if of_segments else case.checked,
             loss=partial(HeadLoss, labelled_alone=True, loss_of=loss_of),
         )
 
     def check(self, name: str) -> CheckedVariant:
         """Make a variant, compile it if asked, and compare its first step with the reference."""
         attention, batching = split_variant(name)
+        let_fla_run()
         rows = [packed for row in self.rows for _, packed in self.packed_rows(row, batching)]
         variant = make_variant(attention, self.base, Sizes.of(*rows))
         took = attends(variant, rows[0], compiled=bool(self.case.compiler))
         if self.case.compiler:
             variant = variant.compiled(self.case.compiler, fullgraph=False)
         checked = self.checked(variant, batching)
-        checked.measures["attends"] = took
+        head_ms = self.head_ms(self.forwards(variant, batching, self.row))
+        checked.measures |= {"attends": took, "head_ms": head_ms}
         checked.conclude = lambda ms: {"samples_per_s": self.case.samples / (ms / 1e3)}
         return checked
+
+    def head_ms(self, forwards: Sequence[ModelInputs]) -> float:
+        """Milliseconds of a step's losses and their gradients: the median of three runs."""
+        assert self.loss is not None
+        gradient, head = self.loss.gradient, self.loss.head
+        outputs = [
+            head.new_ones(*each.inputs["input_ids"].shape, head.shape[1]) for each in forwards
+        ]
+
+        def run() -> None:
+            for output, each in zip(outputs, forwards, strict=True):
+                gradient(output, each)
+
+        run()
+        return 1e3 * median(wall_seconds(run, head.device) for _ in range(3))
 
     def packed_rows(self, row: Row, batching: str) -> list[tuple[Tensor, Row]]:
         """The tokens of each forward, and their documents or trees."""
@@ -223,33 +256,40 @@ class TreeSteps(Experiment):
         return {
             "rows": len(forwards),
             "row_tokens": row_tokens,
-            "token_ratio": self.case.samples * self.case.sample_tokens / positions_of(forwards),
-            "checked_samples": self.case.samples // self.case.groups,
+            "token_ratio": int(self.case.tree().counts().sum()) / positions_of(forwards),
+            "checked_samples": len(self.alone.documents),
             **(compilation if self.case.compiler else {}),
         }
 
 
-def row_of(case: TreeCase, tree: Tree, ids: Tensor) -> TreeBatch:
-    """A row of trees; each token of a segment below a root is labelled with the next."""
+def row_of(tree: Tree, ids: Tensor, *, of_segments: bool = False) -> TreeBatch:
+    """A row of trees; each token of a segment below a root is labelled with the next.
+
+    Args:
+        tree: the segments.
+        ids: int64 `[1, T]`.
+        of_segments: whether none continues another, with the same labels.
+    """
+    laid_out = Tree(tree.lengths, (-1,) * len(tree.parents)) if of_segments else tree
     layout = fv.PackedLayout.from_tree(
-        tree.lengths,
-        tree.parents,
+        laid_out.lengths,
+        laid_out.parents,
         device=ids.device,
         capacity=round_up_to_power_of_two(len(tree.lengths)),
-        max_seqlen_bound=min(round_up_to_power_of_two(case.tokens // case.groups), case.tokens),
+        max_seqlen_bound=min(round_up_to_power_of_two(laid_out.longest()), ids.shape[1]),
     )
     labels = PackedBatch(ids, tree.lengths).next_tokens()
     is_root = torch.tensor(tree.parents) < 0
     labels[0, is_root.repeat_interleave(torch.tensor(tree.lengths))] = IGNORE_INDEX
-    return TreeBatch(ids, layout, labels, tree.counts()[None].to(ids.device))
+    return TreeBatch(ids, layout, labels, laid_out.counts()[None].to(ids.device))
 
 
 def split_variant(name: str) -> tuple[str, str]:
-    """The attention, and whether trees are "packed" or their samples "repeated".
+    """The attention, and whether trees, or their segments, are "packed" or samples "repeated".
 
     Raises:
         UnknownVariant: there is no such attention.
     """
-    attention = name.removeprefix(REPEATED)
+    attention = name.removeprefix(REPEATED).removeprefix(SEGMENTS)
     require_known(attention)
-    return attention, "packed" if attention == name else "repeated"
+    return attention, "repeated" if name.startswith(REPEATED) else "packed"

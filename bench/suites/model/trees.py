@@ -2,13 +2,16 @@
 
 "attention" is that of one layer, forward and backward; "plain" is the same of documents that
 `from_tree` lays out as `from_lengths` does. "eager", "compiled" and "memory" are steps of a model,
-the last on one group in one row. Every variant is compared with samples alone in fp64, and what is
-wrong is not timed. The suite "mask-build" times the masks of trees.
+the last on one group in one row. A model with recurrent layers takes the first two shapes, the same
+ragged, and a chain of 12 segments, each of which an answer continues too. Every variant is compared
+with samples alone in fp64, and what is wrong is not timed. The suite "mask-build" times the masks
+of trees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import ClassVar
 
 from flexvarlen.bench.suites.attention.tables import PACKAGES
@@ -21,12 +24,21 @@ from flexvarlen.bench.suites.model.tables import (
     value,
     where,
 )
-from flexvarlen.bench.suites.model.tree_cases import REPEATED, STEPS, Kind, Shape, Tree, TreeCase
+from flexvarlen.bench.suites.model.tree_cases import (
+    REPEATED,
+    SEGMENTS,
+    STEPS,
+    Form,
+    Kind,
+    Shape,
+    Tree,
+    TreeCase,
+)
 from flexvarlen.bench.suites.model.tree_runs import TreeSteps, measure_trees, split_variant
 from flexvarlen.report.records import Record, by_machine, commits_of, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Findings, Options, Suite
-from flexvarlen.verify.experiment.measure import measure_variants
+from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
 
 ROW_TOKENS, QUICK_TOKENS = 32_768, 128
 SHAPES: tuple[Shape, ...] = (
@@ -36,6 +48,11 @@ SHAPES: tuple[Shape, ...] = (
     ((1, 2048), (4, 512), (4, 256)),
 )
 QUICK_SHAPES: tuple[Shape, ...] = (((1, 24), (4, 8)), ((1, 16), (2, 8), (2, 8)))
+CHAIN: Shape = ((1, 800), (1, 600))
+QUICK_CHAIN: Shape = ((1, 8), (1, 6))
+CHAINED, QUICK_CHAINED = 12, 4
+DENSE, HYBRID = "qwen3-1.7b", "qwen3.5-2b"
+LAYERS = {DENSE: 14, HYBRID: 12}
 OTHER_TREES = 5
 SLOW_S = 6.0
 """A step that takes longer is timed once; of repeated samples one takes about two seconds."""
@@ -53,11 +70,12 @@ class Trees(Suite[TreeCase]):
             *(_case("attention", levels, options) for levels in shapes),
             _case("plain", ((1, document),), options),
             *(_case(kind, levels, options) for kind in STEPS for levels in shapes),
+            *_hybrids(options),
         ]
 
     def variants(self, case: TreeCase, options: Options) -> Sequence[str]:
         if case.kind in STEPS:
-            return ("auto", f"{REPEATED}auto")
+            return ("auto", f"{SEGMENTS if case.form == 'chain' else REPEATED}auto")
         kernel = _kernel(options)
         if case.kind == "plain":
             return (f"{REPEATED}{kernel}", kernel, f"{REPEATED}auto", "auto")
@@ -69,15 +87,27 @@ class Trees(Suite[TreeCase]):
             return measure_trees(case, variants, REPEATED + _kernel(options), options)
         for variant in variants:
             split_variant(variant)
-        check = TreeSteps(case, options).check
+        trees = TreeSteps(case, options)
+        if not any(x.startswith(SEGMENTS) for x in variants):
+            return measure_variants(variants, trees.check, options, slow_s=SLOW_S)
+        segments = TreeSteps(case, options, of_segments=True)
+
+        def check(name: str) -> CheckedVariant:
+            return (segments if name.startswith(SEGMENTS) else trees).check(name)
+
         return measure_variants(variants, check, options, slow_s=SLOW_S)
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        shapes = ("variant", "levels", "groups", "max_row_tokens", "samples", "tokens")
+        shapes = ("variant", "levels", "groups", "max_row_tokens", "samples", "tokens", "form")
         return map(_table, records_alike(records, shapes, of_one_run=True))
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        return [table for own in by_machine(records) if (table := _page_table(own)).lines]
+        """Of each machine and model."""
+        found = []
+        for own in by_machine(records):
+            for geometry in dict.fromkeys(r.case["geometry"] for r in own):
+                found.append(_page_table([r for r in own if r.case["geometry"] == geometry]))
+        return [table for table in found if table.lines]
 
 
 def _kernel(options: Options) -> str:
@@ -85,15 +115,36 @@ def _kernel(options: Options) -> str:
     return "fa3" if options.on_gpu else "sdpa"
 
 
-def _case(kind: Kind, levels: Shape, options: Options) -> TreeCase:
+def _hybrids(options: Options) -> list[TreeCase]:
+    """Steps of a model with recurrent layers."""
+    shapes = QUICK_SHAPES[:1] if options.is_small else SHAPES[:2]
+    step = partial(_case, options=options, geometry=HYBRID)
+    return [
+        *(step("eager", levels) for levels in shapes),
+        *(step("compiled", levels) for levels in shapes),
+        *(step("eager", levels, form="ragged") for levels in shapes),
+        step("eager", QUICK_CHAIN if options.is_small else CHAIN, form="chain"),
+    ]
+
+
+def _case(
+    kind: Kind,
+    levels: Shape,
+    options: Options,
+    *,
+    geometry: str = DENSE,
+    form: Form = "equal",
+) -> TreeCase:
     small, compiled = options.is_small, kind == "compiled"
     tokens = QUICK_TOKENS if small else ROW_TOKENS
     groups = max(1, tokens // sum(Tree.of(levels, 1).lengths))
+    if form == "chain":
+        groups = QUICK_CHAINED if small else CHAINED
     if kind == "memory":
         groups, tokens = 1, sum(map(len, Tree.of(levels, 1).paths()))
     return TreeCase(
-        geometry="qwen3-tiny" if small else "qwen3-1.7b",
-        layers=2 if small else 14,
+        geometry=f"{geometry.rpartition('-')[0]}-tiny" if small else geometry,
+        layers=2 if small else LAYERS[geometry],
         kind=kind,
         levels=levels,
         groups=groups,
@@ -101,6 +152,7 @@ def _case(kind: Kind, levels: Shape, options: Options) -> TreeCase:
         dtype=options.dtype,
         compiler="" if not compiled else options.compiler,
         other_trees=0 if not compiled else 2 if small else OTHER_TREES,
+        form=form,
     )
 
 
@@ -128,6 +180,7 @@ def _table(records: Sequence[Record]) -> Table:
         number("× ideal", "times_ideal", ".2f"),
         number("samples per second", "samples_per_s", ",.1f"),
         Column("speedup", lambda r: _speedup(r, records)),
+        *_without_head(records),
         number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
         number("tokens of a row", "row_tokens", ",.0f"),
         *([number("peak GiB", "peak_mib", ".1f", 1 / 1024)] if has_equal_rows else []),
@@ -140,10 +193,10 @@ def _table(records: Sequence[Record]) -> Table:
 
 def _page_table(records: Sequence[Record]) -> Table:
     """A line for each shape: what sharing gains in each kind of step, with `auto`."""
-    found = {(r.case["kind"], str(r.case["levels"]), r.case["variant"]): r for r in records}
+    found = {(r.case["kind"], _levels(r), r.case["variant"]): r for r in records}
 
     def of(record: Record, kind: Kind, variant: str, name: str) -> float | None:
-        return value(found.get((kind, str(record.case["levels"]), variant)), name)
+        return value(found.get((kind, _levels(record), variant)), name)
 
     def gain(kind: Kind) -> Column:
         def cell(record: Record) -> str:
@@ -151,6 +204,13 @@ def _page_table(records: Sequence[Record]) -> Table:
             return _ratio(*rates)
 
         return Column(f"{kind} speedup", cell)
+
+    kinds = {kind for kind, _, _ in found}
+    eager = [r for r in records if r.case["kind"] == "eager"]
+
+    def to_segments(record: Record) -> str:
+        times = (of(record, "eager", x, "ms_p50") for x in ("auto", f"{SEGMENTS}auto"))
+        return _ratio(*times)
 
     def peak(record: Record) -> str:
         found = (of(record, "memory", x, "peak_mib") for x in (f"{REPEATED}auto", "auto"))
@@ -160,21 +220,30 @@ def _page_table(records: Sequence[Record]) -> Table:
         Column("trees", _shape),
         number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
         gain("eager"),
+        *_without_head(eager),
         gain("compiled"),
-        Column("peak GiB of one tree in a row, repeated → shared", peak),
     ]
+    if "memory" in kinds:
+        columns.append(Column("peak GiB of one tree in a row, repeated → shared", peak))
+    if any(variant.startswith(SEGMENTS) for _, _, variant in found):
+        columns.append(Column("time ÷ its segments as documents", to_segments))
     shared = [found[key] for key in found if key[0] == "eager" and key[2] == "auto"]
     title = f"{model_title(records[0])}, forward and backward, `auto`; {where(records)}"
     return Table.of(shared, columns, title)
 
 
+def _levels(record: Record) -> str:
+    """What trees in rows of any length have in common."""
+    return f"{record.case.get('form', 'equal')} {record.case['levels']}"
+
+
 def _shape(record: Record) -> str:
-    """How often a prompt and what continues it, as in "4 × (4,096 + 8 × 512)"."""
+    """How often a prompt and what continues it, as in "4 × (4,096 + 8 × 512)"; and its form."""
     (_, root), *others = record.case["levels"]
-    text = ""
+    form, text = record.case.get("form", "equal"), ""
     for count, tokens in reversed([(record.case["groups"], root), *others]):
         text = f"{count} × ({tokens:,} + {text})" if text else f"{count} × {tokens:,}"
-    return text
+    return {"chain": f"a chain of {text}", "ragged": f"ragged {text}"}.get(form, text)
 
 
 def _variant(record: Record) -> str:
@@ -184,9 +253,29 @@ def _variant(record: Record) -> str:
 
 def _speedup(record: Record, records: Sequence[Record]) -> str:
     """Of a step over the same samples repeated."""
-    name, levels = REPEATED + record.case["variant"], record.case["levels"]
-    alike = (r for r in records if (r.case["variant"], r.case["levels"]) == (name, levels))
-    return _ratio(value(record, "samples_per_s"), value(next(alike, None), "samples_per_s"))
+    repeated = _repeated(record, records)
+    return _ratio(value(record, "samples_per_s"), value(repeated, "samples_per_s"))
+
+
+def _repeated(record: Record, records: Sequence[Record]) -> Record | None:
+    """The same samples repeated."""
+    wanted = (REPEATED + record.case["variant"], _shape(record))
+    return next((r for r in records if (r.case["variant"], _shape(r)) == wanted), None)
+
+
+def _without_head(records: Sequence[Record]) -> list[Column]:
+    """The speedup of steps without their losses, where these were timed."""
+
+    def base_ms(record: Record | None) -> float | None:
+        step, head = value(record, "ms_p50"), value(record, "head_ms")
+        return None if step is None or head is None else step - head
+
+    def speedup(record: Record) -> str:
+        return _ratio(base_ms(_repeated(record, records)), base_ms(record))
+
+    if all(value(r, "head_ms") is None for r in records):
+        return []
+    return [number("loss ms", "head_ms", ".0f"), Column("speedup without loss", speedup)]
 
 
 def _ratio(shared: float | None, repeated: float | None) -> str:
