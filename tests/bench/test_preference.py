@@ -58,9 +58,11 @@ def test_every_trainer_gives_the_padded_runs_loss_and_gradients(tmp_path):
 
 
 def test_shared_prompts_run_once(tmp_path):
-    records = measured(tmp_path, "padded-sdpa", "auto+shared", cases="^(dpo|grpo|grpo-16)$")
+    records = measured(
+        tmp_path, "padded-sdpa", "auto+shared", cases="^(dpo|grpo|grpo-16|grpo-hybrid-4096)$"
+    )
     found = [r for r in records if r.case["variant"] == "auto+shared"]
-    assert [r.status for r in found] == ["ok"] * 3
+    assert [r.status for r in found] == ["ok"] * 4
     for record in found:
         m, case = record.measures, record.case
         assert m["attends"] == "sdpa"
@@ -106,8 +108,10 @@ def test_the_page_has_a_line_for_each_eager_case_beside_padding(tmp_path):
     (shown,) = SUITE.page_tables([*eager, *records("compiled", {"auto@1": 9.0})])
     (line,) = shown.lines
     assert line[0] == "GRPO, 16 completions, 8 a prompt, prompts of 1,024"
-    assert line[1:] == ("2.00", "1.50× (3.00×)", "2.50× (3.00×)", "1.0, 1.0, 1.0")
-    assert SUITE.page_tables(eager[1:]) == []
+    assert line[1:] == ("2.00", "1.50× (3.00×)", "2.50× (3.00×)", "1.67×", "1.0, 1.0, 1.0")
+    (without_padding,) = SUITE.page_tables(eager[1:])
+    assert without_padding.lines == ((line[0], "1.67×", "–, 1.0, 1.0"),)
+    assert SUITE.page_tables(eager[1:2]) == []
     (drawn,) = SUITE.figures(eager[:2], tmp_path)  # one case, whose prompts are not shared
     assert drawn.exists()
 

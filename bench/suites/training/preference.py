@@ -3,6 +3,7 @@
     dpo, dpo-4096, dpo-compiled   DPOTrainer with a reference model of the policy's weights
     grpo, grpo-16, grpo-4096, …   GRPOTrainer's policy update, without the generation, at other
                                   sizes of the groups and lengths of the prompts
+    grpo-hybrid-4096              the same of a model with recurrent layers, its layers checkpointed
     reward                        RewardTrainer
     classification                transformers' Trainer
 
@@ -16,7 +17,8 @@ with a learning rate of 0, so that all variants meet the same weights:
 
 Loss and gradients of the first batch are held against the same padded run in fp32, by the
 acceptance rule, for every parameter. Its baseline is `padded-sdpa`. A variant that is wrong is not
-timed. The compiled case takes another batch each step.
+timed. The compiled case takes another batch each step. Recurrent layers of the reference and of
+the baseline run in plain torch.
 
 DPO weights a pair by σ(−β · margin). Between models of different weights the margin is a sum of
 rounded log-probabilities over a whole answer, and its rounding decides how far the gradients are
@@ -35,7 +37,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.utilisation import taken_by_auto
@@ -51,7 +53,9 @@ from flexvarlen.bench.suites.training.preference_trainers import (
 from flexvarlen.bench.suites.training.trainer import fresh_accelerate
 from flexvarlen.measure import watch_compilation
 from flexvarlen.patches.state import CONTEXT
+from flexvarlen.recurrent.fla_kernels import let_fla_run
 from flexvarlen.reference.model import own_parameters, share
+from flexvarlen.reference.recurrences import plain_recurrences
 from flexvarlen.report.records import Record
 from flexvarlen.report.table import Table
 from flexvarlen.runner.suite import Findings, Options, Suite, require_known
@@ -83,6 +87,17 @@ CASES = (
     PreferenceCase(name="grpo-16", task="grpo", samples=16, group=16),
     PreferenceCase(name="grpo-4096", task="grpo", samples=16, prompt=4096),
     PreferenceCase(name="grpo-4096-16", task="grpo", samples=16, group=16, prompt=4096),
+    PreferenceCase(
+        name="grpo-hybrid-4096",
+        task="grpo",
+        geometry="qwen3.5-2b",
+        layers=12,
+        samples=32,
+        prompt=4096,
+        shortest=512,
+        longest=512,
+        checkpointing=True,  # without shared prompts 147,456 tokens
+    ),
     PreferenceCase(name="reward", task="reward"),
     PreferenceCase(
         name="classification", task="classification", prompt=0, shortest=0, longest=4096
@@ -90,7 +105,9 @@ CASES = (
     # Compiling takes longer than all else: few layers.
     PreferenceCase(name="dpo-compiled", task="dpo", mode="compiled", layers=2, batches=5),
 )
+HYBRID = ("padded-fa3", "auto", "auto+shared")
 QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 1, "batches": 1, "shortest": 3}
+QUICK_HYBRID: dict[str, Any] = {"geometry": "qwen3.5-tiny", "layers": 2, "samples": 16}
 
 
 class Preference(Suite[PreferenceCase]):
@@ -103,11 +120,21 @@ class Preference(Suite[PreferenceCase]):
             return CASES
         pairs: dict[str, Any] = {"prompt": 40, "longest": 20}
         topics: dict[str, Any] = {"longest": 400}
-        return [replace(case, **QUICK, **(pairs if case.prompt else topics)) for case in CASES]
+        return [
+            replace(
+                case,
+                **QUICK
+                | (pairs if case.prompt else topics)
+                | (QUICK_HYBRID if case.geometry == "qwen3.5-2b" else {}),
+            )
+            for case in CASES
+        ]
 
     def variants(self, case: PreferenceCase, options: Options) -> Sequence[str]:
         if case.mode == "compiled":
             return COMPILED if options.on_gpu else COMPILED[-1:]
+        if case.checkpointing:
+            return HYBRID
         return SHARED if case.task in ("dpo", "grpo") else EAGER
 
     def measure(self, case: PreferenceCase, variants: Sequence[str], options: Options) -> Findings:
@@ -151,9 +178,9 @@ class _Run:
         hosts = [self.task.batch(plain, draws) for _ in range(case.batches)]
         self.masks = [mask_of(batch) for batch in hosts]
         self.batches = [{k: x.to(self.device) for k, x in batch.items()} for batch in hosts]
+        let_fla_run()  # transformers' layers too, where fla refuses its own backward
         self.reference = self._reference()
-        checkpoint_layers(plain.model)
-        baseline = self.outcome(plain, plain.model, self.batches[0])
+        baseline = self.in_plain_torch(plain)
         self.baseline = Errors.of_step(*baseline, *self.reference)
         self.optimizer = torch.optim.AdamW(
             self.models[0].parameters(), lr=0.0, weight_decay=0.0, fused=options.on_gpu
@@ -182,16 +209,34 @@ class _Run:
         trainer.model.zero_grad(set_to_none=True)
         loss: Tensor = trainer.compute_loss(call, dict(batch))
         loss.backward()  # type: ignore[no-untyped-call]
-        named = trainer.model.named_parameters()
-        return _Outcome(
-            float(loss.detach()), {name: p.grad for name, p in named if p.grad is not None}
-        )
+        return _Outcome(float(loss.detach()), _gradients(trainer.model))
+
+    def in_plain_torch(self, trainer: Any) -> _Outcome:
+        """What the first batch gives, layers checkpointed; of a large batch group after group."""
+        checkpoint_layers(trainer.model)
+        batch, rows = self.batches[0], self.case.samples
+        step = self.case.group if self.case.checkpointing else rows
+        loss = 0.0
+        trainer.model.zero_grad(set_to_none=True)
+        with plain_recurrences(trainer.model):
+            for first in range(0, rows, step):
+                # GRPO divides by num_items_in_batch, so that the groups' losses add up
+                part = (
+                    batch
+                    if step == rows
+                    else {
+                        name: x[first : first + step] if x.ndim else x for name, x in batch.items()
+                    }
+                )
+                found: Tensor = trainer.compute_loss(trainer.model, dict(part))
+                found.backward()  # type: ignore[no-untyped-call]
+                loss += float(found.detach())
+        return _Outcome(loss, _gradients(trainer.model))
 
     def _reference(self) -> _Outcome:
         """The padded run in fp32, its gradients on the host."""
         trainer = self.trainer(own_parameters, dtype=torch.float32)
-        checkpoint_layers(trainer.model)
-        found = self.outcome(trainer, trainer.model, self.batches[0])
+        found = self.in_plain_torch(trainer)
         on_host = {name: x.cpu() for name, x in found.gradients.items()}
         free(self.device, trainer.model)
         return _Outcome(found.loss, on_host)
@@ -254,6 +299,8 @@ class _Run:
             return own
 
         trainer = self.trainer(copy)
+        if self.case.checkpointing:
+            checkpoint_layers(trainer.model)
         if attention not in PADDED:
             fv.patch_trainer(
                 trainer, attention, unpad_to_multiple_of=multiple, share_prefixes=shared
@@ -299,6 +346,11 @@ class _Run:
     def conclude(self, ms: float) -> Measures:
         """Throughput of the median step."""
         return {"samples_per_s": self.case.samples / (ms / 1e3)}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Of every parameter that has one."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _split(variant: str) -> tuple[str, int | None, bool]:

@@ -15,7 +15,7 @@ from flexvarlen.bench.suites.model.tables import (
     where,
 )
 from flexvarlen.report.figure import bars, chart, save, style_of
-from flexvarlen.report.records import Record, by_machine, provenance, records_alike
+from flexvarlen.report.records import Record, by_machine, grouped, provenance, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 
 PADDED = "padded-fa3"
@@ -48,24 +48,25 @@ Group = dict[str, Record]
 """A case's records, by variant."""
 
 
-def page_groups(records: Sequence[Record]) -> list[Group]:
-    """The eager cases of the first machine in which packing was measured beside padding."""
-    first = by_machine(r for r in records if r.case["mode"] == "eager")[:1]
-    groups = [
-        {r.case["variant"]: r for r in group}
-        for own in first
-        for group in records_alike(own, ("variant",))
-    ]
-    return [group for group in groups if _gain(group, PACKED) is not None]
+def page_groups(records: Sequence[Record]) -> list[list[Group]]:
+    """Of each model the eager cases that say what packing or sharing gains, on one machine."""
+    found: list[list[Group]] = []
+    for own in grouped((r for r in records if r.case["mode"] == "eager"), "geometry").values():
+        alike = records_alike(by_machine(own)[0], ("variant",))
+        groups = [{r.case["variant"]: r for r in group} for group in alike]
+        found.append([x for x in groups if _gain(x, PACKED) or _gain(x, SHARED, PACKED)])
+    return [groups for groups in found if groups]
 
 
 def page_tables(records: Sequence[Record]) -> list[Table]:
-    groups = page_groups(records)
-    return [_page_table(groups)] if groups else []
+    """Of each model."""
+    return [_page_table(groups) for groups in page_groups(records)]
 
 
 def figures(records: Sequence[Record], folder: Path) -> list[Path]:
-    groups = page_groups(records)
+    """Of the model with the most cases."""
+    every = page_groups(records)
+    groups = [x for x in max(every, key=len, default=[]) if _gain(x, PACKED) is not None]
     return [_draw(groups, folder)] if groups else []
 
 
@@ -81,19 +82,29 @@ def _page_table(groups: Sequence[Group]) -> Table:
 
         return cell
 
+    def padded(group: Group) -> str:
+        found = value(group.get(PADDED), "samples_per_s")
+        return NOTHING if found is None else f"{found:.2f}"
+
+    def gain_of_sharing(group: Group) -> str:
+        found = _gain(group, SHARED, PACKED)
+        return NOTHING if found is None else f"{found:.2f}×"
+
     def peak(group: Group) -> str:
         found = [value(group.get(name), "peak_mib") for name in (PADDED, PACKED, SHARED)]
-        return ", ".join(f"{mib / 1024:.1f}" for mib in found if mib is not None)
+        return ", ".join(NOTHING if x is None else f"{x / 1024:.1f}" for x in found)
 
     columns = [
         Column("batch", _batch),
-        Column("samples/s, padded", lambda group: f"{value(group[PADDED], 'samples_per_s'):.2f}"),
+        Column("samples/s, padded", padded),
         Column("packed: speedup (possible)", speedup(PACKED)),
         Column("prompts shared: speedup (possible)", speedup(SHARED)),
+        Column("prompts shared ÷ packed", gain_of_sharing),
         Column("peak GiB: padded, packed, shared", peak),
     ]
     records = [group[PACKED] for group in groups]
-    return Table.of(groups, columns, f"{model_title(records[0])}, eager, {where(records)}")
+    how = "eager, layers checkpointed" if records[0].case.get("checkpointing") else "eager"
+    return Table.of(groups, columns, f"{model_title(records[0])}, {how}, {where(records)}")
 
 
 def _draw(groups: Sequence[Group], folder: Path) -> Path:
@@ -129,10 +140,10 @@ def _batch(group: Group) -> str:
     return name + (f", prompts of {case['prompt']:,}" if case["prompt"] else "")
 
 
-def _gain(group: Group, variant: str) -> float | None:
-    """Over padded batches."""
-    own, padded = (value(group.get(x), "samples_per_s") for x in (variant, PADDED))
-    return None if own is None or padded is None else own / padded
+def _gain(group: Group, variant: str, base: str = PADDED) -> float | None:
+    """Over padded batches, or another variant."""
+    own, other = (value(group.get(x), "samples_per_s") for x in (variant, base))
+    return None if own is None or other is None else own / other
 
 
 def _run_share(record: Record) -> float:
@@ -213,8 +224,9 @@ def _title(records: Sequence[Record]) -> str:
     what = f"{shared}prompts of {case['prompt']:,} tokens, answers of {case['shortest']:,} to "
     if not case["prompt"]:
         what = "Python's help topics cut at "
+    how = f"{case['mode']}{', layers checkpointed' if case.get('checkpointing') else ''}"
     groups = f", {case['group']} to a prompt" if "group" in case and case["task"] == "grpo" else ""
     return (
         f"{TITLES[case['task']]}, {case['samples']} {SAMPLES[case['task']]} a batch{groups}, {what}"
-        f"{case['longest']:,}; {model_title(records[0])}, {case['mode']}, {where(records)}"
+        f"{case['longest']:,}; {model_title(records[0])}, {how}, {where(records)}"
     )

@@ -45,6 +45,8 @@ class PreferenceCase(GeometryCase):
         group: completions of one prompt in GRPO.
         batches: taken in turns; the first is checked.
         step: what is timed.
+        checkpointing: whether the backward computes the layers' insides again; the reference then
+            runs one group at a time too.
     """
 
     geometry: str = "qwen3-1.7b"
@@ -59,6 +61,7 @@ class PreferenceCase(GeometryCase):
     group: int = 8
     batches: int = 1
     step: str = "forward, backward, AdamW"
+    checkpointing: bool = False
 
     def data(self) -> dict[str, Any]:
         return {field: value for field, value in super().data().items() if field != "name"}
