@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from flexvarlen.recurrent.fla_configs import use_fla_configs
 
 if TYPE_CHECKING:
     from flexvarlen.runner.suite import Suite
@@ -61,10 +61,6 @@ class FrozenCase:
         return found
 
 
-FLA_CONFIGS = Path(__file__).parents[1] / "fla_configs"
-"""One configuration for each of fla's kernels, for Hopper GPUs."""
-
-
 def suite_of(name: str) -> Suite[Any]:
     """The suite of that name.
 
@@ -80,14 +76,9 @@ def suite_of(name: str) -> Suite[Any]:
     return cast("Suite[Any]", getattr(module, entry.attribute))
 
 
-def use_fla_configs() -> None:
-    """Let fla take `FLA_CONFIGS` on a Hopper GPU, unless the environment asks for others.
-
-    fla would time dozens of configurations of each kernel in every process, for minutes. Call it
-    before fla is imported.
-    """
+def use_fla_configs_on_hopper() -> None:
+    """The option FLEXVARLEN_FLA_CONFIGS, on a Hopper GPU. Call it before fla is imported."""
     import torch
 
-    asked = "FLA_CACHE_MODE" in os.environ or "FLA_CONFIG_DIR" in os.environ
-    if not asked and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
-        os.environ.update(FLA_CACHE_MODE="default", FLA_CONFIG_DIR=str(FLA_CONFIGS))
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
+        use_fla_configs()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexvarlen.bench.suites import SUITES, suite_of, use_fla_configs
+from flexvarlen.bench.suites import SUITES, suite_of, use_fla_configs_on_hopper
 from flexvarlen.cli.console import (
     FAILURE,
     FINDING,
@@ -56,7 +56,7 @@ def _run(names: Sequence[str], options: Options, asked: RunRequest, list_cases: 
     from flexvarlen.verify.corpus import read_documents
     from flexvarlen.verify.experiment.variant import is_ours
 
-    use_fla_configs()
+    use_fla_configs_on_hopper()
     read_documents(options.text or [])
     found = chosen_cases([suite_of(name) for name in names], options, asked.cases)
     if list_cases:

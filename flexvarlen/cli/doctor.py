@@ -24,6 +24,7 @@ def doctor() -> None:
             checked_scans,
             chosen_by_auto,
             facts,
+            fla_configs,
             version_problems,
         )
 
@@ -33,6 +34,8 @@ def doctor() -> None:
         console.print()
         for name, fact in facts(device).items():
             console.print(f"{name:13} {fact}", highlight=False)
+        if (said := fla_configs()) is not None:
+            console.print(said, markup=False, highlight=False)
         for problem in version_problems():
             console.print(problem, style="bold red", markup=False, highlight=False)
         console.print(

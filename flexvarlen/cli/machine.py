@@ -18,6 +18,7 @@ from flexvarlen.attention.explain import Explanation, explain
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.machine import environment
 from flexvarlen.recurrent import fla_kernels
+from flexvarlen.recurrent.fla_configs import fla_is_asked
 from flexvarlen.recurrent.fla_kernels.check import noted
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -107,6 +108,18 @@ def facts(device: torch.device | str) -> dict[str, str]:
     first |= {"transformers": found["transformers"]} | {x: _version(x) for x in PACKAGES}
     shown = first | {x: found[x] for x in (*kernels, "gpu", "cuda", "cpu", "python")}
     return {name: "none" if fact is None else str(fact) for name, fact in shown.items()}
+
+
+def fla_configs() -> str | None:
+    """Where fla's kernels get their configurations; None where it is not installed."""
+    if _version("fla-core") is None:
+        return None
+    if fla_is_asked():
+        return "fla's kernels run in the configurations that are stored for them."
+    return (
+        "fla times its kernels for minutes in each process; on a Hopper GPU "
+        "FLEXVARLEN_FLA_CONFIGS=1 gives it the configurations found on an H200."
+    )
 
 
 def _version(package: str) -> str | None:
