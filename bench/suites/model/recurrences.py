@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from flexvarlen.layout.boundaries import HAS_TRITON
 from flexvarlen.recurrent.fla_kernels import why_not as why_not_fla
 from flexvarlen.reference.recurrences import Function
 from flexvarlen.report.records import one_line
 from flexvarlen.runner.failures import Unsupported
 
 PLAIN = "plain torch"
+OWN = "flexvarlen"
 BY_DOCUMENT = "plain torch, one document at a time"
 
 _REFUSAL = "packed sequences apart"  # transformers 5.23, without the kernels' packages
@@ -92,10 +94,9 @@ def kernels_of(model: PreTrainedModel, *, theirs: bool, fla_convolution: bool) -
     if theirs:
         own = fla if fla_convolution else package
         return {"delta_rule": fla or PLAIN, "convolution": own or PLAIN}
-    if why_not_fla(torch.empty(0, device=model.device, dtype=model.dtype)) is not None:
-        own = package if model.device.type == "cuda" else None
-        return {"delta_rule": BY_DOCUMENT, "convolution": own or PLAIN}
-    return {"delta_rule": str(fla), "convolution": str(fla)}
+    no_fla = why_not_fla(torch.empty(0, device=model.device, dtype=model.dtype)) is not None
+    convolution = OWN if model.device.type == "cuda" and HAS_TRITON else PLAIN
+    return {"delta_rule": BY_DOCUMENT if no_fla else str(fla), "convolution": convolution}
 
 
 def _installed(package: str) -> str | None:
