@@ -205,28 +205,25 @@ def _page_table(records: Sequence[Record]) -> Table:
 
         return Column(f"{kind} speedup", cell)
 
-    kinds = {kind for kind, _, _ in found}
-    eager = [r for r in records if r.case["kind"] == "eager"]
-
     def to_segments(record: Record) -> str:
         times = (of(record, "eager", x, "ms_p50") for x in ("auto", f"{SEGMENTS}auto"))
         return _ratio(*times)
 
     def peak(record: Record) -> str:
         found = (of(record, "memory", x, "peak_mib") for x in (f"{REPEATED}auto", "auto"))
-        return " → ".join(NOTHING if x is None else f"{x / 1024:.1f}" for x in found)
+        shown = [NOTHING if x is None else f"{x / 1024:.1f}" for x in found]
+        return NOTHING if set(shown) == {NOTHING} else " → ".join(shown)
 
+    eager = [r for r in records if r.case["kind"] == "eager"]
     columns = [
         Column("trees", _shape),
         number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
         gain("eager"),
         *_without_head(eager),
         gain("compiled"),
+        Column("peak GiB of one tree in a row, repeated → shared", peak),
+        Column("time ÷ its segments as documents", to_segments),
     ]
-    if "memory" in kinds:
-        columns.append(Column("peak GiB of one tree in a row, repeated → shared", peak))
-    if any(variant.startswith(SEGMENTS) for _, _, variant in found):
-        columns.append(Column("time ÷ its segments as documents", to_segments))
     shared = [found[key] for key in found if key[0] == "eager" and key[2] == "auto"]
     title = f"{model_title(records[0])}, forward and backward, `auto`; {where(records)}"
     return Table.of(shared, columns, title)
@@ -264,7 +261,7 @@ def _repeated(record: Record, records: Sequence[Record]) -> Record | None:
 
 
 def _without_head(records: Sequence[Record]) -> list[Column]:
-    """The speedup of steps without their losses, where these were timed."""
+    """The speedup of steps without their losses."""
 
     def base_ms(record: Record | None) -> float | None:
         step, head = value(record, "ms_p50"), value(record, "head_ms")
@@ -273,8 +270,6 @@ def _without_head(records: Sequence[Record]) -> list[Column]:
     def speedup(record: Record) -> str:
         return _ratio(base_ms(_repeated(record, records)), base_ms(record))
 
-    if all(value(r, "head_ms") is None for r in records):
-        return []
     return [number("loss ms", "head_ms", ".0f"), Column("speedup without loss", speedup)]
 
 
