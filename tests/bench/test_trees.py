@@ -229,6 +229,13 @@ def test_cases_of_a_gpu_are_rows_of_32768_tokens():
     assert {len(x.rows(x.tree().paths())) for x in cases if x.kind == "memory"} == {1}
 
 
+@pytest.mark.parametrize("case", [c for c in SUITE.cases(ON_A_GPU) if c.kind == "compiled"])
+def test_every_other_tree_has_answers(case):
+    trees = [case.tree(index) for index in range(1 + case.other_trees)]
+    assert len(set(trees)) == len(trees) > 5
+    assert all(min(tree.lengths) > 0 and sum(tree.lengths) == case.tokens for tree in trees)
+
+
 def test_a_tree_of_three_levels_is_depth_first():
     tree = Tree.of(((1, 5), (2, 3), (2, 2)), groups=1)
     assert tree.lengths == (5, 3, 2, 2, 3, 2, 2)

@@ -141,7 +141,8 @@ class TreeCase(GeometryCase):
 
     def tree(self, index: int = 0) -> Tree:
         """The row; other indices have as many tokens in other answers."""
-        tree = Tree.of(self.levels, self.groups, index * max(1, self.levels[-1][1] // 16))
+        step = max(1, self.levels[-1][1] // (2 + 2 * self.other_trees))
+        tree = Tree.of(self.levels, self.groups, index * step)
         if self.form == "ragged":
             return tree.ragged(self.seed)
         return tree.chained() if self.form == "chain" else tree
