@@ -13,6 +13,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels import check
 from flexvarlen.recurrent.fla_kernels.check import Scan
+from flexvarlen.recurrent.fla_kernels.states import Boundaries
 from flexvarlen.recurrent.functions import TransformersFunction, mamba2_scan
 from tests.recurrent.cases import CASES
 
@@ -113,6 +114,21 @@ def test_a_step_that_is_compiled(compared, monkeypatch):
     assert (len(compared), graphs) == (1, [])
     step(torch.ones(1))
     assert len(graphs) == 1
+
+
+def test_heads_of_dynamic_shapes(compared):
+    """Their number follows from that of the tokens, of which Dynamo knows no value."""
+
+    def twice(x):
+        q = x.reshape(1, x.shape[1], -1, 8)
+        why = check.why_wrong("gated delta rule", q, q, Boundaries(x, x, None, None))
+        return x * 2 if why is None else x
+
+    compiled = torch.compile(twice, backend="eager", fullgraph=True, dynamic=True)
+    for tokens in (5, 6):
+        x = torch.ones(1, tokens, 16)
+        assert torch.equal(compiled(x), 2 * x)
+    assert [scan.heads for scan in compared] == [(2, 2)]
 
 
 @pytest.mark.gpu

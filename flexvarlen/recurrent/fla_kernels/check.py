@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,8 @@ class Scan(NamedTuple):
     @classmethod
     def of(cls, kind: str, q: Tensor, v: Tensor, boundaries: Boundaries) -> Scan:
         """That of a call."""
-        heads, dims = (q.shape[2], v.shape[2]), (q.shape[3], v.shape[3])
+        # index() specializes sizes that are dynamic to Dynamo, and adds a guard.
+        heads, dims = ((index(q.shape[i]), index(v.shape[i])) for i in (2, 3))
         return cls(kind, heads, dims, v.dtype, boundaries.parents is not None)
 
     def __str__(self) -> str:
