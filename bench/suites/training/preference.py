@@ -181,7 +181,7 @@ class _Run:
         let_fla_run()  # transformers' layers too, where fla refuses its own backward
         self.reference = self._reference()
         baseline = self.in_plain_torch(plain)
-        self.baseline = Errors.of_step(*baseline, *self.reference)
+        self.baseline = self.errors_of(baseline)
         self.optimizer = torch.optim.AdamW(
             self.models[0].parameters(), lr=0.0, weight_decay=0.0, fused=options.on_gpu
         )
@@ -315,9 +315,17 @@ class _Run:
         policy: Callable[..., Any] = torch.compile(trainer.model, backend=backend)
         return policy
 
+    def errors_of(self, found: _Outcome) -> Errors:
+        """Against the reference; of a loss whose terms cancel, relative to their size."""
+        size = float(self.task.cancels)
+        loss, gradients = found
+        return Errors.of_step(
+            loss + size, gradients, self.reference.loss + size, self.reference.gradients
+        )
+
     def verdict(self, found: _Outcome) -> tuple[Measures, str | None]:
         """The errors, and the sentence about the first that the rule does not allow, or None."""
-        errors = Errors.of_step(*found, *self.reference)
+        errors = self.errors_of(found)
         compared = list(errors.beside(self.baseline))
         measures: Measures = {
             "loss": found.loss,

@@ -97,12 +97,15 @@ class Task:
         has_reference: whether a reference model takes part.
         trainer: policy, reference model, settings -> the trainer.
         batch: the trainer's batch on the host.
+        cancels: whether the loss is a sum of terms of size 1 that may cancel, as advantages do
+            over answers of equal length: its rounding is then theirs.
     """
 
     labels: int | None
     has_reference: bool
     trainer: Callable[[PreTrainedModel, PreTrainedModel | None, Settings], Any]
     batch: Callable[[Any, Draws], Batch]
+    cancels: bool = False
 
     def new_model(self, case: PreferenceCase, device: torch.device) -> PreTrainedModel:
         """In train mode, with random weights, always the same."""
@@ -247,7 +250,7 @@ def _classification_batch(trainer: Any, draws: Draws) -> Batch:
 
 TASKS = {
     "dpo": Task(None, True, _dpo, _dpo_batch),
-    "grpo": Task(None, False, _grpo, _grpo_batch),
+    "grpo": Task(None, False, _grpo, _grpo_batch, cancels=True),
     "reward": Task(1, False, _reward, _reward_batch),
     "classification": Task(KINDS, False, _classification, _classification_batch),
 }
