@@ -180,7 +180,7 @@ def _next_tokens(starts: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     real = tokens < starts[1:, None]
     keys, index = [], torch.where(real, tokens, -1)
     for distance in range(1, reach + 1):
-        index = torch.where(index >= 0, previous[index.clamp(min=0)], -1)
+        index = previous[index.clamp(min=0)]  # -1 where there is none, as before token 0
         listed = (index >= 0) & (tokens - index != distance)
         keys.append(torch.where(listed, index, total_tokens))
     codes = 4 * tokens[..., None] + ahead + 1
