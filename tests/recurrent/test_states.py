@@ -46,11 +46,9 @@ def by_slot(walk, docs):
         written.append(out.flatten())
 
     walk(boundaries, torch.zeros(1, len(docs.chunk_indices), 1, 1, 1), run)
-    starts = [int(level.cu_seqlens[0]) for level in levels]
-    spare = 0 if walk is states._from_roots else len(levels) - 1
-    assert starts[spare] == sum(docs.layout.segments.lengths)
-    ordered = written[1:] if spare == 0 else written[-2::-1]
-    return torch.cat([*ordered, written[spare]]).tolist()
+    assert int(levels[-1].cu_seqlens[0]) == sum(docs.layout.segments.lengths)  # spare slots
+    ordered = written[:-1] if walk is states._from_roots else written[-2::-1]
+    return torch.cat([*ordered, written[-1]]).tolist()
 
 
 @given(trees(most_tokens=150))

@@ -42,7 +42,7 @@ class Boundaries(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The slots of one level, as arguments of a kernel; all slots of plain documents.
+    """Slots that a kernel runs for in one launch: those of one level, or all plain documents.
 
     Attributes:
         cu_seqlens, chunk_offsets: `[n + 1]`, into the tokens and the chunks of the row.
@@ -64,8 +64,8 @@ Run = Callable[[Level, Tensor | None, Tensor | None], None]
 `[n, HV, K, V]`, None of plain documents."""
 
 
-def _levels(boundaries: Boundaries) -> list[Level]:
-    """From the roots on; before these the spare slots and the padding.
+def _levels(boundaries: Boundaries) -> tuple[list[Level], Level]:
+    """The levels from the roots on, none of plain documents; and all other slots.
 
     Raises:
         NotImplementedError: a CUDA graph of trees is captured.
@@ -75,48 +75,54 @@ def _levels(boundaries: Boundaries) -> list[Level]:
     cu_seqlens, _, parents, levels = boundaries
     chunks = prepare_chunk_offsets(cu_seqlens, CHUNK)
     if parents is None or levels is None:
-        return [Level(cu_seqlens, chunks)]
+        return [], Level(cu_seqlens, chunks)
     if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "recurrent layers run trees level by level, and a CUDA graph would repeat the levels "
             "of these for other trees; capture none, and compile without mode='reduce-overhead'."
         )
     bounds: list[int] = levels.tolist()
-    last = bounds[-1]
-    found = [Level(cu_seqlens[last:], chunks[last:])]
-    above = 0
+    last, above, found = bounds[-1], 0, []
     for start, end in pairwise(bounds[: bounds.index(last) + 1]):
         of_level = parents[start:end].long() - above if start else None
         found.append(Level(cu_seqlens[start : end + 1], chunks[start : end + 1], of_level))
         above = start
-    return found
+    return found, Level(cu_seqlens[last:], chunks[last:])
 
 
 def _from_roots(boundaries: Boundaries, like: Tensor, run: Run) -> None:
     """Run a kernel that reads the initial states of a level, and writes the final ones."""
-    levels = _levels(boundaries)
-    if boundaries.parents is None:
-        run(levels[0], None, None)
-        return
+    levels, others = _levels(boundaries)
     final = like.new_empty(0)
     for level in levels:
-        # Roots get states too, of zeros: Triton would tune the kernel once more without.
         initial = _zeros(level, like) if level.parents is None else final[level.parents]
         final = torch.empty_like(initial)
         run(level, initial, final)
+    _run_others(boundaries, others, like, run)
 
 
 def _from_leaves(boundaries: Boundaries, like: Tensor, run: Run) -> None:
     """Run a kernel that reads gradients of the final states, and writes those of the initial."""
-    levels = _levels(boundaries)
-    if boundaries.parents is None:
-        run(levels[0], None, None)
-        return
+    levels, others = _levels(boundaries)
     grads, parents = like.new_empty(0), None
     for level in reversed(levels):
         final = _zeros(level, like) if parents is None else _summed(grads, parents, level.slots)
         grads, parents = torch.empty_like(final), level.parents
         run(level, final, grads)
+    _run_others(boundaries, others, like, run)
+
+
+def _run_others(boundaries: Boundaries, others: Level, like: Tensor, run: Run) -> None:
+    """Run a kernel for plain documents, or for spare slots and padding beside trees.
+
+    The latter come last, as Triton tunes a kernel at its first launch, and most of them are empty.
+    They get states as all levels do, as Triton would tune the kernel once more without.
+    """
+    if boundaries.parents is None:
+        run(others, None, None)
+    else:
+        zeros = _zeros(others, like)
+        run(others, zeros, torch.empty_like(zeros))
 
 
 def _zeros(level: Level, like: Tensor) -> Tensor:
