@@ -73,6 +73,8 @@ def compared(monkeypatch, tmp_path):
     monkeypatch.setattr(check.keys, "machine", lambda device: "a machine")
     monkeypatch.setattr(check, "why_nothing_runs", lambda device: None)
     monkeypatch.setattr(check, "in_own_thread", lambda device, work: work())
+    monkeypatch.setattr(check, "_documents", lambda scan, lengths, device: lengths)
+    monkeypatch.setattr(check, "_run", lambda scan, lengths: None)
     monkeypatch.setattr(check, "_compare", lambda scan, device: found.append(scan))
     monkeypatch.setattr(check, "_known", {})
     return found
@@ -101,6 +103,14 @@ def test_what_is_wrong_does_not_run(compared, monkeypatch):
     assert check._why_wrong(*scan_of("Mamba-2's scan"), 0) == why
     assert len(compared) == 1
     assert check.noted(CPU) == []
+
+
+def test_a_kernel_that_is_tuned_on_the_small_row(compared, monkeypatch):
+    """Triton tunes it at its first launch, for rows of all lengths."""
+    monkeypatch.setattr(check, "_run", lambda scan, lengths: compared.append(sum(lengths)))
+    scan = scan_of("gated delta rule")
+    assert check._why_wrong(*scan, 0) is None
+    assert compared == [7168, scan]
 
 
 def test_a_step_that_is_compiled(compared, monkeypatch):

@@ -41,6 +41,8 @@ NOTED = "fla's kernels are right: "
 
 LENGTHS, PARENTS = (66, 3, 1, 35), (-1, 0, 0, 2)
 """More than a chunk, less than a convolution, a single token; as documents, or as a tree."""
+TUNED = (4096, 1024, 1024, 1024)
+"""A row as in training, on which the kernels are tuned; as documents, or as a tree like that."""
 
 
 class Scan(NamedTuple):
@@ -104,7 +106,7 @@ def _why_wrong(
     if why_nothing_runs(device) is not None:
         return None
     try:
-        why = failure(lambda: in_own_thread(device, lambda: _compare_eagerly(scan, device)))
+        why = failure(lambda: in_own_thread(device, lambda: _tune_and_compare(scan, device)))
     except CannotCheckError:
         return None
     _known[key] = why and f"fla's kernels failed a check of {scan} ({why})"
@@ -127,9 +129,14 @@ def noted(device: torch.device) -> list[str]:
 # ---- the check ----
 
 
-def _compare_eagerly(scan: Scan, device: torch.device) -> None:
-    """Compare without torch.compile: it waits for the thread that traces this call, if one does."""
+def _tune_and_compare(scan: Scan, device: torch.device) -> None:
+    """Run the kernels on a row as in training, then compare them on the small row.
+
+    Triton tunes a kernel at its first launch, for rows of all lengths, and fla keeps that on disk.
+    Nothing is compiled by torch.compile, which would wait for the thread that traces this call.
+    """
     with torch.compiler.set_stance("force_eager"):
+        _run(scan, _documents(scan, TUNED, device))
         _compare(scan, device)
 
 
@@ -139,17 +146,8 @@ def _compare(scan: Scan, device: torch.device) -> None:
     Raises:
         WrongResultError: they differ.
     """
-    if scan.trees:
-        layout = PackedLayout.from_tree(LENGTHS, PARENTS, device=device)
-    else:
-        layout = PackedLayout.from_lengths(LENGTHS, device=device)
-    documents = RecurrentDocuments(layout)
-    inputs = _inputs(scan, sum(LENGTHS), device)
-    out = OPERATORS[scan.kind](*inputs, *Boundaries.of(documents))[0]
-    group = scan.heads[1] // scan.heads[0]
-    grad = torch.zeros_like(out)
-    grad[:, :, -group:] = torch.randn_like(grad[:, :, -group:])
-    found = [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+    documents, group = _documents(scan, LENGTHS, device), scan.heads[1] // scan.heads[0]
+    inputs, grad, found = _run(scan, documents)
     last = [
         x.detach()[:, :, -(1 if i < 2 else min(group, x.shape[2])) :].float().requires_grad_()
         for i, x in enumerate(inputs)
@@ -162,6 +160,22 @@ def _compare(scan: Scan, device: torch.device) -> None:
         error = float((x - expected).norm() / expected.norm().clamp(min=2**-7))
         if not error <= TOLERANCE[scan.dtype]:
             raise WrongResultError(f"its {name} is off by {error:.2g} times the reference's norm")
+
+
+def _documents(scan: Scan, lengths: tuple[int, ...], device: torch.device) -> RecurrentDocuments:
+    if scan.trees:
+        return RecurrentDocuments(PackedLayout.from_tree(lengths, PARENTS, device=device))
+    return RecurrentDocuments(PackedLayout.from_lengths(lengths, device=device))
+
+
+def _run(scan: Scan, documents: RecurrentDocuments) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Inputs, a gradient of the output for the last heads, and what the kernels make of them."""
+    inputs = _inputs(scan, documents.layout.total_tokens, documents.layout.device)
+    out = OPERATORS[scan.kind](*inputs, *Boundaries.of(documents))[0]
+    group = scan.heads[1] // scan.heads[0]
+    grad = torch.zeros_like(out)
+    grad[:, :, -group:] = torch.randn_like(grad[:, :, -group:])
+    return inputs, grad, [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
 def _inputs(scan: Scan, tokens: int, device: torch.device) -> list[Tensor]:
