@@ -15,7 +15,7 @@ from tests.same_answers.compare import differences
 
 ROOT = Path(__file__).parents[1]
 LLAMA = "llama | own | packed_layout | train | sdpa"
-REFUSED = "lfm2 | own | tree | eval | sdpa"
+REFUSED = "phi3 | own | tree | eval | sdpa"
 
 
 @pytest.fixture(scope="module")

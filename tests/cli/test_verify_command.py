@@ -99,7 +99,7 @@ def test_leaking_backend_of_ours_fails_the_command(monkeypatch):
 
 def test_leaking_scan_of_ours_is_to_be_reported(monkeypatch):
     def over_all_documents(run, documents, rows, like, *, why):
-        return run(*rows)
+        return run(None, False, *rows)[0]
 
     monkeypatch.setattr(functions, "_loop_over_documents", over_all_documents)
     result = run("--backend", "sdpa", "--model", "qwen3_5_text")
