@@ -101,8 +101,8 @@ def _commands() -> str:
     """All commands and options, as typer tells them, without its heading and lists of commands."""
     typer = [sys.executable, "-m", "typer", "flexvarlen.cli"]
     command = [*typer, "utils", "docs", "--name", "flexvarlen"]
-    told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return re.sub(r"\*\*Commands\*\*:\n\n(\* .*\n)+", "", told.split("\n", 1)[1])
+    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return re.sub(r"\*\*Commands\*\*:\n\n(\* .*\n)+", "", printed.split("\n", 1)[1])
 
 
 # ---- names in code ----

@@ -353,8 +353,8 @@ def test_each_environment_variable_is_told():
     constants = {name: value for name, value in vars(switches).items() if name.isupper()}
     read = {constants.get(name, name) for name in used if name.isupper()}
     assert {"XDG_CACHE_HOME", switches.CACHE, switches.FA4_KEEPS} <= read
-    told = table("reference/environment.md", "# Environment variables")
-    assert read | set(constants.values()) <= told.keys()
+    listed = table("reference/environment.md", "# Environment variables")
+    assert read | set(constants.values()) <= listed.keys()
 
 
 # ---- the reference ----
@@ -362,8 +362,8 @@ def test_each_environment_variable_is_told():
 
 def test_each_public_name_is_on_one_page_of_the_reference():
     pages = (ROOT / "docs" / "reference").glob("*.md")
-    told = re.findall(r"^::: .*\b(\w+)$", "\n".join(map(Path.read_text, pages)), re.MULTILINE)
-    assert sorted(name for name in told if name in fv.__all__) == sorted(fv.__all__)
+    shown = re.findall(r"^::: .*\b(\w+)$", "\n".join(map(Path.read_text, pages)), re.MULTILINE)
+    assert sorted(name for name in shown if name in fv.__all__) == sorted(fv.__all__)
 
 
 def test_pages_that_docstrings_name_are_there():

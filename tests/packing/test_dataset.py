@@ -14,8 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
 from flexvarlen.packing import examples as reading
-from tests.contract_oracle import check_step
-from tests.contract_training import documents, recorded, settings
+from tests.contract_training import documents, settings
 from tests.tiny_models import new_model
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
@@ -289,35 +288,13 @@ def test_loader_workers_follow_the_epoch(source):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_trainer_steps_are_those_of_the_documents_alone(batch, workers, tmp_path):
+def test_trainer_steps_are_those_of_the_documents_alone(batch, workers, check_trainer_steps):
     docs = [x for x in documents() if len(x) > 1]
     table = datasets.Dataset.from_dict(
         {"input_ids": docs, "completion_mask": [[1] * len(x) for x in docs]}
     )
     packed = fv.PackedDataset(table, 48, long="truncate")
-    steps = []
-
-    class Seen(Trainer):
-        def training_step(self, model, inputs, *args, **kwargs):
-            parts = inputs["packed_layout"].split(inputs["input_ids"][0])
-            steps.append([x.tolist() for x in parts if len(x)])
-            return super().training_step(model, inputs, *args, **kwargs)
-
-    arguments = settings(
-        tmp_path, per_device_train_batch_size=batch, dataloader_num_workers=workers
-    )
-    trainer, recorder = recorded(
-        Seen,
-        model=fv.patch_model(new_model("qwen3"), "sdpa"),
-        args=TrainingArguments(**arguments),
-        train_dataset=packed,
-        data_collator=fv.PackedCollator(),
-    )
-    trainer.train()
-    assert len(recorder.steps) == len(steps) == 2
-    for step, seen in zip(recorder.steps, steps, strict=True):
-        assert all(x in docs for x in seen)
-        check_step(step, new_model("qwen3"), seen)
+    check_trainer_steps(packed, docs, batch=batch, workers=workers)
 
 
 @pytest.mark.parametrize("balanced", [None, 4])

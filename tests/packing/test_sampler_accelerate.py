@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 
 from flexvarlen.packing import BalancedSampler
@@ -22,16 +21,6 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     start(run, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
-
-
-@pytest.fixture
-def _accelerate_as_it_was(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def check(case, result):

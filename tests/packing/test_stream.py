@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
-from tests.contract_oracle import check_step
-from tests.contract_training import documents, recorded, settings
+from tests.contract_training import documents, settings
 from tests.packing.test_dataset import COLUMNS, EXAMPLES, MASKED, example
 from tests.tiny_models import new_model
 
@@ -243,31 +242,10 @@ def test_state_of_a_stream_that_workers_pack_is_refused():
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_trainer_steps_are_those_of_the_documents_alone(batch, workers, tmp_path):
+def test_trainer_steps_are_those_of_the_documents_alone(batch, workers, check_trainer_steps):
     docs = [x for x in documents() if len(x) > 1]
-    steps = []
-
-    class Seen(Trainer):
-        def training_step(self, model, inputs, *args, **kwargs):
-            parts = inputs["packed_layout"].split(inputs["input_ids"][0])
-            steps.append([x.tolist() for x in parts if len(x)])
-            return super().training_step(model, inputs, *args, **kwargs)
-
-    arguments = settings(
-        tmp_path, per_device_train_batch_size=batch, dataloader_num_workers=workers
-    )
-    trainer, recorder = recorded(
-        Seen,
-        model=fv.patch_model(new_model("qwen3"), "sdpa"),
-        args=TrainingArguments(**arguments),
-        train_dataset=fv.StreamPacker(of_iterable([{"input_ids": x} for x in docs]), 48, buffer=6),
-        data_collator=fv.PackedCollator(),
-    )
-    trainer.train()
-    assert len(recorder.steps) == len(steps) == 2
-    for step, seen in zip(recorder.steps, steps, strict=True):
-        assert all(x in docs for x in seen)
-        check_step(step, new_model("qwen3"), seen)
+    packed = fv.StreamPacker(of_iterable([{"input_ids": x} for x in docs]), 48, buffer=6)
+    check_trainer_steps(packed, docs, batch=batch, workers=workers)
 
 
 def test_trainer_sets_the_epoch(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 from tests.packing.trainer_ranks import RUNS, STOPS, dataset_of, examples, run, trained
 from tests.two_processes import start
@@ -18,16 +17,6 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     start(run, folder)
     return torch.load(folder / "made.pt", weights_only=False)
-
-
-@pytest.fixture
-def _accelerate_as_it_was(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.mark.usefixtures("_accelerate_as_it_was")
