@@ -83,18 +83,13 @@ class RecurrentDocuments:
         known_full = not for_any_row and layout.has_padding is False
         self.padding = None if known_full else ~layout.real_tokens()
         total_tokens, segments = layout.total_tokens, layout.segments
+        starts = layout.cu_seqlens if segments is None else segments.by_level.table[0]
         tokens = torch.arange(total_tokens, device=layout.device, dtype=torch.int32)
-        if segments is None:
-            starts, before = layout.cu_seqlens, None
-            self.branches: Branches | None = None
-            self.seq_idx: Tensor | None = layout.document_ids()[None]
-        else:
-            starts, _, before, _ = segments.by_level.table
-            self.branches = Branches.of(segments, total_tokens)
-            self.seq_idx = None
         slots = slots_of(starts, tokens)
-        first = -1 if before is None else before[slots]
+        first = -1 if segments is None else segments.by_level.table[2][slots]
         self.previous = torch.where(tokens == starts[slots], first, tokens - 1)
+        self.seq_idx = slots[None] if segments is None else None
+        self.branches = None if segments is None else Branches.of(segments, total_tokens)
         has_branches = segments is not None and total_tokens > 0
         self.next_tokens = _next_tokens(starts, self.previous) if has_branches else None
         self.cu_seqlens = pad(starts, (0, 2), value=total_tokens)

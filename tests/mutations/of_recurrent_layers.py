@@ -17,7 +17,7 @@ MUTATIONS = (
     Mutation(
         "recurrent: a convolution stops at the start of a segment",
         f"{RECURRENT}/documents.py",
-        "first = -1 if before is None else before[slots]",
+        "first = -1 if segments is None else segments.by_level.table[2][slots]",
         "first = -1",
         f"{TESTS}/test_documents.py",
     ),
@@ -59,8 +59,8 @@ MUTATIONS = (
     Mutation(
         "recurrent: a kernel is given one document",
         f"{RECURRENT}/documents.py",
-        "self.seq_idx: Tensor | None = layout.document_ids()[None]",
-        "self.seq_idx = torch.zeros_like(layout.document_ids())[None]",
+        "self.seq_idx = slots[None] if segments is None else None",
+        "self.seq_idx = torch.zeros_like(slots)[None]",
         f"{TESTS}/test_functions.py",
     ),
     Mutation(
