@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
+from operator import index
 
 import torch
 from packaging.version import Version
@@ -65,7 +66,7 @@ def sizes_in_graph(mask: DocumentMask) -> Sizes:
     found = sizes(mask)
     if _HINTS:
         return tuple([symbolic_shapes.optimization_hint(size) for size in found])
-    return tuple([size if symbolic_shapes.has_static_value(size) else 0 for size in found])
+    return tuple([index(size) if symbolic_shapes.has_static_value(size) else 0 for size in found])
 
 
 def bucket(sizes: Sizes) -> Bucket:

@@ -187,6 +187,21 @@ def test_dynamic_sizes_are_not_guarded_on(two, hints, monkeypatch):
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")
+def test_a_symbolic_size_with_one_value(two, monkeypatch):
+    """A model may have compared it with a number before."""
+    monkeypatch.setattr(keys, "_HINTS", False)
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="eager")
+    def call(qkv, layout):
+        assert layout.total_tokens == 62
+        return call_auto(qkv, layout)
+
+    qkv, layout = tensors(62), a_layout(20, 30, tokens=62, bound=62)
+    expected = fv.packed_attention(*qkv, layout, backend="sdpa")
+    torch.testing.assert_close(call(qkv, layout), expected)
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
 def test_the_choice_is_a_constant_of_the_graph(two):
     def step(x, layout):
         name = taken(DocumentMask.of(layout))
