@@ -210,7 +210,7 @@ def differentiate(function, inputs: list[Tensor], grad: Tensor) -> tuple[Tensor,
     return out.detach(), list(grads)
 
 
-FEW_ELEMENTS = 32  # too few for the largest error among them to say how accurate the baseline is
+FEW_ELEMENTS = 128  # too few for the largest error among them to say how accurate the baseline is
 
 
 def assert_gradients_as_accurate(

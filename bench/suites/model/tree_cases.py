@@ -61,9 +61,11 @@ class Tree:
         return cls(lengths, parents)
 
     def ragged(self, seed: int) -> Tree:
-        """The same trees, the tokens of each segment drawn between half and 1.5 times as many."""
+        """The same trees, of about as many tokens, no more: segments of very different lengths."""
         draw = random.Random(seed).randint
-        return Tree(tuple(draw(x - x // 2, x + x // 2) for x in self.lengths), self.parents)
+        drawn = [draw(x - x // 2, x + x // 2) for x in self.lengths]
+        share = sum(self.lengths) / sum(drawn)
+        return Tree(tuple(int(x * share) for x in drawn), self.parents)
 
     def chained(self) -> Tree:
         """One tree of these, each root a child of the root before it.

@@ -6,6 +6,7 @@ document; N = hidden, or the vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 Outputs = Literal["hidden states", "logits"]
 LossOf = Callable[["PreTrainedModel"], Loss]
 """The model that a document runs through -> its loss."""
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,20 @@ class Errors:
         return largest(error.relative for error in self.gradients.values())
 
     def beside(self, baseline: Errors) -> Iterator[Compared]:
-        """The loss and every gradient, with the baseline's."""
+        """The loss and every gradient, with the baseline's.
+
+        The baseline of a gradient is at least the worst, relative to its size, of the same
+        parameter in any layer: of one that holds a number a head, it may be exact by luck.
+        """
+        worst: dict[str, float] = {}
+        for name, error in baseline.gradients.items():
+            of_layers = _NUMBER.sub("", name)
+            worst[of_layers] = largest([worst.get(of_layers, 0.0), min(error.relative, 1.0)])
         if self.loss is not None and baseline.loss is not None:
             yield Compared("the loss", self.loss, baseline.loss)
         for name, error in self.gradients.items():
-            yield Compared(f"the gradient of {name}", error, baseline.gradients[name], True)
+            plain = baseline.gradients[name].at_least(worst[_NUMBER.sub("", name)])
+            yield Compared(f"the gradient of {name}", error, plain, True)
 
 
 class Compared(NamedTuple):
