@@ -45,8 +45,9 @@ def avoid_wrong_kernel() -> None:
             if given.get("cu_seqlens") is None:
                 return gradients_of_rows(**given)
             for name in ("q", "k", "v", "do", "dv", "g", "h", "dh"):
-                if given.get(name) is not None:  # other numbers of tokens and of chunks
-                    torch._dynamo.maybe_mark_dynamic(given[name], 1)
+                if given.get(name) is not None:
+                    given[name] = given[name].detach()  # in eager models some require gradients
+                    torch._dynamo.maybe_mark_dynamic(given[name], 1)  # tokens or chunks
             torch._dynamo.maybe_mark_dynamic(given["cu_seqlens"], 0)
             torch._dynamo.maybe_mark_dynamic(given["chunk_indices"], 0)
             return compiled(**given)
