@@ -28,18 +28,18 @@ def unpredicted_tokens(layout: PackedLayout) -> Tensor:
 def tree_loss(
     logits: Tensor,
     shift_labels: Tensor,
-    sample_counts: Tensor,
+    label_counts: Tensor,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
     """The cross entropy that the samples would have had if each was computed by itself.
 
-    Each token of a row of trees counts for all samples that share it.
+    A label of a row of trees counts for each of the samples that learn it.
 
     Args:
         logits: `[T, V]` or `[1, T, V]`, computed in at least fp32.
         shift_labels: integer `[T]` or `[1, T]`, the next token of each token, -100 where there is
             none.
-        sample_counts: integer `[T]` or `[1, T]`, how many samples each token stands for.
+        label_counts: integer `[T]` or `[1, T]`, in how many samples each label is learned.
         num_items_in_batch: labels of all samples together, by which the sum is divided; None:
             those of this row.
 
@@ -55,7 +55,7 @@ def tree_loss(
     >>> tree_loss(logits, torch.tensor([1, 2, -100]), torch.tensor([2, 1, 1])).item()
     1.3862943649291992
     """
-    for name, x in (("shift_labels", shift_labels), ("sample_counts", sample_counts)):
+    for name, x in (("shift_labels", shift_labels), ("label_counts", label_counts)):
         require_tensor(name, x)
     if not isinstance(logits, Tensor) or logits.ndim < 2:
         raise ValueError(
@@ -63,11 +63,11 @@ def tree_loss(
             "pass the model's."
         )
     labels_T = whole_numbers("shift_labels", shift_labels).reshape(-1)
-    counts_T = whole_numbers("sample_counts", sample_counts).reshape(-1)
+    counts_T = whole_numbers("label_counts", label_counts).reshape(-1)
     logits_TV = logits.flatten(0, -2)
     if not len(logits_TV) == len(labels_T) == len(counts_T):
         raise ValueError(
-            "logits, shift_labels and sample_counts must have the same tokens, got "
+            "logits, shift_labels and label_counts must have the same tokens, got "
             f"{len(logits_TV)}, {len(labels_T)} and {len(counts_T)}; take the latter two from "
             "fv.share_prefixes."
         )

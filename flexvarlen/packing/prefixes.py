@@ -28,6 +28,7 @@ class SharedPrefixes:
         input_ids: int64 `[1, T]`.
         shift_labels: int64 `[1, T]`, the label of each token's next token; -100 where it has none.
         sample_counts: int64 `[1, T]`, how many samples each token stands for; 0 at padding.
+        label_counts: int64 `[1, T]`, in how many of these the label is learned.
         layout: the trees.
         paths: for each sample, in the caller's order, the tokens that it consists of, int64 `[L]`.
     """
@@ -35,6 +36,7 @@ class SharedPrefixes:
     input_ids: Tensor
     shift_labels: Tensor
     sample_counts: Tensor
+    label_counts: Tensor
     layout: PackedLayout
     paths: tuple[Tensor, ...]
 
@@ -44,6 +46,7 @@ class SharedPrefixes:
             "input_ids": self.input_ids,
             "shift_labels": self.shift_labels,
             "sample_counts": self.sample_counts,
+            "label_counts": self.label_counts,
             "packed_layout": self.layout,
         }
 
@@ -82,9 +85,11 @@ def share_prefixes(
 ) -> SharedPrefixes:
     """Lay samples out as trees, in which what they have in common is computed once.
 
-    Two samples share a token if all tokens up to it are equal, and all labels of their next tokens.
-    So branches begin one token before the first that differs, and each token has one label. Equal
-    samples share everything, and a sample that another one continues shares all but its end.
+    Samples share a token if all tokens up to it are equal, and the labels of their next tokens
+    agree; -100 agrees with every label, so that a token may be learned in some of its samples. So
+    branches begin at the first token that differs, or, where several of them learn theirs, one
+    token before it. Equal samples share everything, and a sample that others continue is part of
+    the first of them.
 
     Args:
         samples: token ids, or mappings with `input_ids` and perhaps `labels`, aligned with the
@@ -127,13 +132,16 @@ def share_prefixes(
         max_seqlen_bound=max_seqlen_bound,
         max_depth=max_depth,
     )
-    missing = layout.total_tokens - sum(tree.lengths)
-    padding = torch.tensor([[pad_token_id, IGNORE_INDEX]]).expand(missing, 2)
-    rows_T2 = torch.cat([tree.take(pairs), padding])
-    counts_T = torch.tensor(tree.counts).repeat_interleave(torch.tensor(tree.lengths))
-    counts_T = torch.cat([counts_T, torch.zeros(missing, dtype=torch.long)])
-    ids, labels, counts = (x[None].to(device) for x in (*rows_T2.unbind(1), counts_T))
-    return SharedPrefixes(ids, labels, counts, layout, paths=tuple(tree.paths()))
+    paths = tuple(tree.paths())
+    index, (tokens, labels) = torch.cat(paths), torch.cat(pairs).unbind(1)
+    learned, total = labels != IGNORE_INDEX, layout.total_tokens
+    ids, shift_labels = torch.full([total], pad_token_id), torch.full([total], IGNORE_INDEX)
+    ids[index] = tokens
+    shift_labels[index[learned]] = labels[learned]
+    counts = (x.bincount(minlength=total) for x in (index, index[learned]))
+    row_4T = torch.stack([ids, shift_labels, *counts]).to(device)
+    ids, shift_labels, sample_counts, label_counts = row_4T.split(1)
+    return SharedPrefixes(ids, shift_labels, sample_counts, label_counts, layout, paths)
 
 
 def _with_labels(index: int, sample: Sample) -> Tensor:

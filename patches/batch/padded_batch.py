@@ -203,12 +203,7 @@ def share_prefixes_of_rows(
     real = padded.to_batch(torch.ones_like(padded.offsets, dtype=torch.bool)[None])
     common = _common_tokens([x for x in of_tokens if len(x) == batch], real).tolist()
     lengths = [common[row][row] for row in range(batch)]
-    tree = PrefixTree(  # the first row that shares a token stands for all that do
-        lengths,
-        common=lambda a, b, start: common[a][b] - start,
-        next_token=lambda row, at: next(x for x, shared in enumerate(common[row]) if shared > at),
-        min_tokens=MIN_SHARED_TOKENS,
-    )
+    tree = _tree_of(common)
     tokens = sum(tree.lengths)
     if tokens == sum(lengths):
         return padded
@@ -236,6 +231,25 @@ def share_prefixes_of_rows(
         pads_left=padded.pads_left,
         has_empty_row=padded.has_empty_row,
     )
+
+
+def _tree_of(common: list[list[int]]) -> PrefixTree:
+    """The tree of rows, of which `common` has how many leading tokens each two share."""
+    lengths = [common[row][row] for row in range(len(common))]
+
+    def parts_at(group: list[int], _: int) -> int:
+        longest = max(group, key=lengths.__getitem__)
+        shared = (common[longest][row] for row in group if common[longest][row] < lengths[row])
+        return min(shared, default=lengths[longest])
+
+    def branches(group: list[int], at: int) -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+        for row in group:  # the first row that shares the token stands for all that do
+            first = next(x for x, shared in enumerate(common[row]) if shared > at)
+            found.setdefault(first, []).append(row)
+        return list(found.values())
+
+    return PrefixTree(lengths, parts_at, branches, min_tokens=MIN_SHARED_TOKENS)
 
 
 def _common_tokens(inputs: list[Tensor], real: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ _NEED_A_PATCH = (
 )
 """transformers' heads that must be patched if their base model is."""
 
-SAMPLE_COUNTS = "sample_counts"  # a keyword: how many samples share each token of a tree
+# Keywords beside a tree: how many samples share each token, and how many of these learn its label.
+SAMPLE_COUNTS, LABEL_COUNTS = "sample_counts", "label_counts"
 
 _LOSS = "_loss_function"  # the attribute in which a model stores a user's loss
 
@@ -167,32 +168,33 @@ def unwrap_loss(model: nn.Module) -> None:
 
 
 def take_loss(module: nn.Module, inputs: dict[str, Any]) -> Callable[[Tensor], Tensor] | None:
-    """Pop sample_counts and their labels, as the model's loss would count a shared token once.
+    """Pop the counts and their labels, as the model's loss would count a shared token once.
 
     Returns:
-        logits -> the loss over all samples; None without sample_counts.
+        logits -> the loss over all samples; None without label_counts.
 
     Raises:
-        ValueError: sample_counts without shift_labels, or beside labels.
+        ValueError: label_counts without shift_labels, or beside labels.
         NotImplementedError: a loss function that the user set.
     """
-    counts, labels = inputs.pop(SAMPLE_COUNTS, None), inputs.get("shift_labels")
+    inputs.pop(SAMPLE_COUNTS, None)
+    counts, labels = inputs.pop(LABEL_COUNTS, None), inputs.get("shift_labels")
     if counts is None:
         return None
     if labels is None or inputs.get("labels") is not None:
         raise ValueError(
-            "sample_counts must come with shift_labels and without labels; take both from "
+            "label_counts must come with shift_labels and without labels; take both from "
             "fv.share_prefixes."
         )
     if user_loss(module) is not None:
         raise NotImplementedError(
-            "model.loss_function is not called with sample_counts, got one that was set; compute "
+            "model.loss_function is not called with label_counts, got one that was set; compute "
             "the loss from the logits, or of each sample by fv.SharedPrefixes.unfold."
         )
     items = inputs.pop("num_items_in_batch", None)
     return functools.partial(
         tree_loss,
         shift_labels=inputs.pop("shift_labels"),
-        sample_counts=counts,
+        label_counts=counts,
         num_items_in_batch=items,
     )

@@ -12,7 +12,7 @@ from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.unsupported_keywords import refuse_unread
-from flexvarlen.patches.forward.heads import HEAD, SAMPLE_COUNTS, HeadReference
+from flexvarlen.patches.forward.heads import HEAD, LABEL_COUNTS, HeadReference
 from flexvarlen.patches.forward.inputs import ForwardInputs
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.models.heads import CAUSAL
@@ -160,12 +160,12 @@ def refuse_beside_tree(forward: ForwardInputs) -> None:
     if inputs.get("labels") is not None:
         raise ValueError(
             "labels must be left out with a packed_layout of trees, as the token after a segment "
-            "need not be the next on its path, got labels; pass the shift_labels and sample_counts "
+            "need not be the next on its path, got labels; pass the shift_labels and label_counts "
             "of fv.share_prefixes."
         )
-    if inputs.get("shift_labels") is not None and inputs.get(SAMPLE_COUNTS) is None:
+    if inputs.get("shift_labels") is not None and inputs.get(LABEL_COUNTS) is None:
         raise ValueError(
-            "shift_labels must come with sample_counts with a packed_layout of trees, got them "
+            "shift_labels must come with label_counts with a packed_layout of trees, got them "
             "alone; take both from fv.share_prefixes."
         )
     for name, wanted in (("return_dict", True), ("logits_to_keep", 0)):

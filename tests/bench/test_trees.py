@@ -165,7 +165,7 @@ def test_repeated_samples_have_the_outputs_and_gradients_of_the_tree():
 def test_a_step_that_counts_shared_tokens_once_is_wrong():
     steps = TreeSteps(CASES["qwen3-tiny-eager-16-2x8-2x8"], QUICK)
     assert steps.check("auto").wrong is None
-    steps.row = replace(steps.row, sample_counts=torch.ones_like(steps.row.sample_counts))
+    steps.row = replace(steps.row, label_counts=torch.ones_like(steps.row.label_counts))
     assert steps.check("auto").wrong.startswith("the gradient of")
 
 

@@ -248,7 +248,7 @@ def test_integers_of_any_dtype(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["lengths", "parents", "cu_seqlens", "sample_counts", "starts"])
+@pytest.mark.parametrize("name", ["lengths", "parents", "cu_seqlens", "label_counts", "starts"])
 def test_no_integers(name, dtype):
     """257 in bfloat16 is 256."""
     bad, good = torch.tensor([257, 1]).to(dtype), torch.tensor([257, 1])
@@ -256,7 +256,7 @@ def test_no_integers(name, dtype):
         "lengths": lambda: PackedLayout.from_lengths(bad),
         "parents": lambda: PackedLayout.from_tree(good, bad - 1 if dtype.is_signed else bad),
         "cu_seqlens": lambda: PackedLayout.from_cu_seqlens(bad),
-        "sample_counts": lambda: fv.tree_loss(torch.zeros(2, 4), good * 0, bad),
+        "label_counts": lambda: fv.tree_loss(torch.zeros(2, 4), good * 0, bad),
         "starts": lambda: PackedLayout.from_starts(bad),
     }
     if name == "starts" and dtype == torch.bool:
@@ -318,7 +318,7 @@ SHARED = fv.share_prefixes([[1, 2], [1, 3]])
         ("x", lambda x: fv.document_logprobs(x, torch.zeros(1, 5).long(), LAYOUT)),
         ("labels", lambda x: fv.document_logprobs(torch.zeros(5, 2), x, LAYOUT)),
         ("logits", lambda x: fv.tree_loss(x, torch.zeros(5), torch.zeros(5))),
-        ("sample_counts", lambda x: fv.tree_loss(torch.zeros(5, 2), torch.zeros(5), x)),
+        ("label_counts", lambda x: fv.tree_loss(torch.zeros(5, 2), torch.zeros(5), x)),
         ("q", lambda x: fv.packed_attention(x, torch.zeros(5, 1, 8), torch.zeros(5, 1, 8), LAYOUT)),
     ],
 )

@@ -13,25 +13,27 @@ from flexvarlen.layout.segments import PrefixTree
 texts = st.lists(st.lists(st.integers(0, 1), max_size=8), min_size=1, max_size=8)
 
 
-def rows_of(ids):
-    return [torch.tensor(row, dtype=torch.long)[:, None] for row in ids]
+def rows_of(ids, learns=False):
+    """Tokens, and labels of the next tokens."""
+    labels = [[*row[1:], -100] if learns else [-100] * len(row) for row in ids]
+    return [torch.tensor(pair, dtype=torch.long).T for pair in zip(ids, labels, strict=True)]
 
 
-@given(texts, st.one_of(st.none(), st.integers(1, 4)), st.integers(1, 4))
-def test_each_row_is_its_path(ids, max_depth, min_tokens):
-    rows = rows_of(ids)
+@given(texts, st.booleans(), st.one_of(st.none(), st.integers(1, 4)), st.integers(1, 4))
+def test_each_row_is_its_path(ids, learns, max_depth, min_tokens):
+    rows = rows_of(ids, learns)
     tree = PrefixTree.from_rows(rows, max_depth=max_depth, min_tokens=min_tokens)
     layout = PackedLayout.from_tree(tree.lengths, tree.parents)  # depth first, or it raises
-    tokens = tree.take(rows) if tree.pieces else torch.empty(0, 1)
+    tokens = tree.take(rows)[:, 0] if tree.pieces else torch.empty(0)
     for row, path in zip(rows, tree.paths(), strict=True):
-        assert torch.equal(tokens[path], row)
+        assert torch.equal(tokens[path], row[:, 0])
         assert torch.equal(layout.position_ids()[path], torch.arange(len(row)))
     depths = []
     for parent in tree.parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
     assert tree.depth == max(depths, default=0) <= (max_depth or len(depths))
     for segment, length in enumerate(tree.lengths):
-        assert length >= min_tokens or segment not in tree.parents or tree.counts[segment] == 1
+        assert length >= min_tokens or segment not in tree.parents
 
 
 @given(texts)
@@ -40,9 +42,8 @@ def test_nothing_is_computed_twice(ids):
     prefixes = {tuple(row[:n]) for row in ids for n in range(1, len(row) + 1)}
     tree = PrefixTree.from_rows(rows)
     assert sum(tree.lengths) == len(prefixes)
-    through = [sum(len(row) >= stop and row[:stop] == ids[of][:stop] for row in ids)
-               for of, _, stop in tree.pieces]  # fmt: skip
-    assert tree.counts == through
+    above = [parent for parent in tree.parents if parent >= 0]
+    assert all(above.count(parent) > 1 for parent in above)  # cut only where rows part
 
 
 def test_rows_that_share_little_still_share_among_themselves():
@@ -56,6 +57,7 @@ def test_rows_that_share_little_still_share_among_themselves():
 
 
 def test_rows_that_each_continue_the_last():
-    rows = [torch.arange(n)[:, None] for n in range(1, 200)]
-    tree = PrefixTree.from_rows(rows)
-    assert (sum(tree.lengths), tree.depth) == (199, 199)
+    """They are parts of the longest, not segments of a path of 199."""
+    for learns in (False, True):
+        tree = PrefixTree.from_rows(rows_of([range(n) for n in range(1, 200)], learns))
+        assert (tree.lengths, tree.ends) == ([199], [0] * 199)

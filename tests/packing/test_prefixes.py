@@ -21,8 +21,8 @@ def sample_lists(draw):
     """Samples of two tokens, so that prefixes, twins and continuations are common."""
     samples = []
     for ids in draw(st.lists(tokens, min_size=1, max_size=7)):
-        masked = draw(st.integers(0, len(ids)))
-        labels = [-100] * masked + ids[masked:]
+        learned = draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)))
+        labels = [x if own else -100 for x, own in zip(ids, learned, strict=True)]
         samples.append({"input_ids": ids, "labels": labels} if draw(st.booleans()) else ids)
     return samples
 
@@ -38,6 +38,7 @@ def shifted(sample):
 
 @given(sample_lists(), st.integers(0, 3))
 def test_each_sample_gets_its_own_back(samples, padding):
+    """And its labels; where it has none, another sample's may be."""
     plain = fv.share_prefixes(samples)
     total = plain.layout.total_tokens + padding
     shared = fv.share_prefixes(samples, total_tokens=total, pad_token_id=9)
@@ -50,21 +51,48 @@ def test_each_sample_gets_its_own_back(samples, padding):
         strict=True,
     ):
         assert ids.tolist() == ids_of(sample)
-        assert labels.tolist() == shifted(sample)
+        own_labels = torch.tensor(shifted(sample))
+        assert labels[own_labels != -100].equal(own_labels[own_labels != -100])
         assert own.tolist() == list(range(len(ids)))
-    counts = torch.zeros(total, dtype=torch.long)
-    for path in shared.paths:
+    counts, learned = torch.zeros(2, total, dtype=torch.long)
+    for sample, path in zip(samples, shared.paths, strict=True):
         counts[path] += 1
+        learned[path] += torch.tensor(shifted(sample)) != -100
     assert torch.equal(shared.sample_counts[0], counts)
+    assert torch.equal(shared.label_counts[0], learned)
+    assert torch.equal(shared.shift_labels[0] != -100, learned > 0)
     assert (shared.input_ids[0, total - padding :] == 9).all()
+
+
+def tokens_of(pairs, at=0):
+    """Tokens of the trees of samples that share all before an offset, by the rule in words."""
+    total = 0
+    for token in {own[at][0] for own in pairs if len(own) > at}:
+        same = [own for own in pairs if len(own) > at and own[at][0] == token]
+        parts = [same]
+        if len({own[at][1] for own in same} - {-100}) > 1:  # they learn different continuations
+            going = [own for own in same if len(own) > at + 1]
+            after = {own[at + 1][0] for own in going}
+            parts = [[own for own in going if own[at + 1][0] == x] for x in after]
+        total += sum(1 + tokens_of(part, at + 1) for part in parts)
+    return total
 
 
 @given(sample_lists())
 def test_what_is_common_is_there_once(samples):
-    """As many tokens as there are different beginnings of tokens and labels."""
     pairs = [list(zip(ids_of(x), shifted(x), strict=True)) for x in samples]
-    beginnings = {tuple(own[: i + 1]) for own in pairs for i in range(len(own))}
-    assert fv.share_prefixes(samples).layout.total_tokens == len(beginnings)
+    assert fv.share_prefixes(samples).layout.total_tokens == tokens_of(pairs)
+
+
+@given(st.lists(tokens, min_size=1, max_size=7), st.integers(0, 6))
+def test_a_token_is_shared_where_one_sample_learns_it(texts, learning):
+    """So a later turn's prompt shares the answer that it repeats."""
+    samples = [{"input_ids": ids, "labels": [-100] * len(ids)} for ids in texts]
+    samples[learning % len(texts)].pop("labels")
+    shared = fv.share_prefixes(samples)
+    beginnings = {tuple(ids[: i + 1]) for ids in texts for i in range(len(ids))}
+    assert shared.layout.total_tokens == len(beginnings)
+    assert int(shared.label_counts.sum()) == len(texts[learning % len(texts)]) - 1
 
 
 @given(sample_lists())
@@ -77,7 +105,7 @@ def test_the_loss_is_that_of_the_samples(samples):
         labels = torch.tensor(shifted(sample))
         losses += cross_entropy(own, labels, reduction="sum")
         count += int((labels != -100).sum())
-    counts, labels = shared.sample_counts, shared.shift_labels
+    counts, labels = shared.label_counts, shared.shift_labels
     if count:
         torch.testing.assert_close(fv.tree_loss(logits, labels, counts), losses / count)
     torch.testing.assert_close(fv.tree_loss(logits, labels, counts, 7), losses / 7)
@@ -109,7 +137,8 @@ def test_collator():
     batch = fv.TreeCollator(total_tokens=16, capacity=8)([{"input_ids": [1, 2, 3]}, [1, 2, 4]])
     assert batch["input_ids"].shape == (1, 16)
     assert batch["packed_layout"].capacity == 8
-    assert set(batch) == {"input_ids", "shift_labels", "sample_counts", "packed_layout"}
+    counts = {"sample_counts", "label_counts"}
+    assert set(batch) == {"input_ids", "shift_labels", "packed_layout", *counts}
 
 
 def test_rows_of_whole_groups():

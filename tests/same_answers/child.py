@@ -59,7 +59,7 @@ def run(case: dict[str, Any], device: str) -> Tensors:
         fv.patch_model(model, case["backend"], **case["options"])
     if mode == "unpatched":
         fv.unpatch_model(model)
-        for name in ("packed_layout", "sample_counts"):  # which transformers does not know
+        for name in ("packed_layout", "sample_counts", "label_counts"):  # unknown to transformers
             inputs.pop(name, None)
     if mode == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -246,7 +246,7 @@ class TreeSteps(Experiment):
         labels, found = row.labels(documents), []
         for at, packed in self.packed_rows(row, batching):
             inputs = {"input_ids": packed.input_ids, **variant.inputs(packed)}
-            counts = row.sample_counts if batching == "packed" else None
+            counts = row.label_counts if batching == "packed" else None
             found.append(ModelInputs(inputs, labels=labels[:, at], counts=counts))
         return found
 

@@ -78,7 +78,7 @@ def compare(
             labels are not used), or a `PackedBatch`. Default: real text, packed to `tokens`. With a
             `packed_layout` of trees, such as `fv.share_prefixes(samples).batch()`, each sample, a
             path from a root to a leaf, is compared with the sample alone; the loss is `tree_loss`
-            of `shift_labels` and `sample_counts`, if the batch has them.
+            of `shift_labels` and `label_counts`, if the batch has them.
         backends: "all" (flexvarlen's, "auto", and transformers' own for contrast), or names.
         dtype: to compare in; default: the model's.
         train: forward and backward; else the forward alone, under `no_grad`.

@@ -67,7 +67,7 @@ class Targets(NamedTuple):
             return cls(row.next_tokens()[0], None, counted)
         order = torch.cat(row.paths)
         sharing = order.bincount(minlength=row.input_ids.shape[1])
-        weights = row.sample_counts[0] / sharing.clamp(min=1)
+        weights = row.label_counts[0] / sharing.clamp(min=1)
         return cls(row.labels()[0][order], weights[order], counted)
 
     def losses(self, logits_TV: Tensor, lengths: Sequence[int], first: int = 0) -> Tensor:

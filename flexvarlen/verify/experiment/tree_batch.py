@@ -29,7 +29,7 @@ class TreeBatch:
         input_ids: int64 `[1, T]`.
         trees: the layout.
         shift_labels: int64 `[1, T]`, the label of each token's next token; -100 where it has none.
-        sample_counts: int64 `[1, T]`, how many samples each token stands for.
+        label_counts: int64 `[1, T]`, in how many samples each label is learned.
         source: where the tokens come from, for the report.
         unit, sample: what is replaced to find leaks, and what runs alone, in words.
     """
@@ -37,7 +37,7 @@ class TreeBatch:
     input_ids: Tensor
     trees: PackedLayout
     shift_labels: Tensor
-    sample_counts: Tensor
+    label_counts: Tensor
     source: str = "the caller's batch"
     unit: ClassVar[str] = "segment"
     sample: ClassVar[str] = "sample"
@@ -65,7 +65,7 @@ class TreeBatch:
     def to(self, device: torch.device | str) -> TreeBatch:
         """The same row on `device`."""
         ids, labels, counts = (
-            x.to(device) for x in (self.input_ids, self.shift_labels, self.sample_counts)
+            x.to(device) for x in (self.input_ids, self.shift_labels, self.label_counts)
         )
         return TreeBatch(ids, self.trees.to(device), labels, counts, self.source)
 
@@ -80,8 +80,8 @@ class TreeBatch:
         return self.shift_labels
 
     def counted(self, labels: Tensor) -> Tensor:
-        """0-d tensor: the number of labels, each times its sample_counts; at least 1."""
-        return torch.where(labels == IGNORE_INDEX, 0, self.sample_counts).sum().clamp(min=1)
+        """0-d tensor: the number of labels, each times its label_counts; at least 1."""
+        return torch.where(labels == IGNORE_INDEX, 0, self.label_counts).sum().clamp(min=1)
 
     def loss_alone(self, model: PreTrainedModel, samples: Sequence[int]) -> Loss:
         """The summed loss of these samples, each run alone.
@@ -89,7 +89,7 @@ class TreeBatch:
         A shared token's weight is divided among the samples that contain it.
         """
         labels = self.labels(samples)
-        weights = self.sample_counts[0] / self._samples_through(samples).clamp(min=1)
+        weights = self.label_counts[0] / self._samples_through(samples).clamp(min=1)
         return weighted_loss(
             model,
             [labels[0, path] for path in self.paths],
@@ -103,7 +103,7 @@ class TreeBatch:
 
     def loss_inputs(self, labels: Tensor, counted: Tensor) -> dict[str, Tensor]:
         """The keyword arguments of a forward whose loss is that of `labels` over `counted`."""
-        counts = {"sample_counts": self.sample_counts, "num_items_in_batch": counted}
+        counts = {"label_counts": self.label_counts, "num_items_in_batch": counted}
         return {"shift_labels": labels, **counts}
 
     def _samples_through(self, samples: Sequence[int]) -> Tensor:
@@ -120,12 +120,12 @@ def row_from(batch: Mapping[str, Any]) -> Row:
     """A row from a forward's keyword arguments, its boundaries found as `patch_model` does.
 
     Of documents, rows are put one after another; padding is dropped, and so are labels: a
-    comparison makes its own. Of trees without `shift_labels` and `sample_counts`, each token
+    comparison makes its own. Of trees without `shift_labels` and `label_counts`, each token
     predicts the next of its segment, and counts for each path that it is on. Reads the device.
 
     Raises:
         ValueError: no input_ids, boundaries that break the contract, or shift_labels without
-            sample_counts.
+            label_counts.
     """
     from flexvarlen.patches.isolation.documents import (  # imports transformers
         layout_of,
@@ -139,10 +139,10 @@ def row_from(batch: Mapping[str, Any]) -> Row:
         if not pieces:
             raise ValueError("batch must hold at least one document, got padding only.")
         return PackedBatch(torch.cat(pieces)[None], tuple(len(piece) for piece in pieces))
-    labels, counts = batch.get("shift_labels"), batch.get("sample_counts")
+    labels, counts = batch.get("shift_labels"), batch.get("label_counts")
     if (labels is None) != (counts is None):
         raise ValueError(
-            "shift_labels and sample_counts must be given together with a packed_layout of "
+            "shift_labels and label_counts must be given together with a packed_layout of "
             "trees, got one of them; take both from fv.share_prefixes."
         )
     if labels is None or counts is None:

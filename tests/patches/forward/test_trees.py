@@ -202,7 +202,7 @@ def shared_batch(**changes):
         ({"attention_mask": torch.ones(1, 160, dtype=torch.long)}, "attention_mask must be left"),
         ({"use_cache": True}, "a cache must not be filled"),
         ({"position_ids": torch.arange(160)[None]}, "position_ids must be left out"),
-        ({"sample_counts": None}, "must come with sample_counts"),
+        ({"label_counts": None}, "must come with label_counts"),
         ({"shift_labels": None}, "must come with shift_labels"),
         ({"return_dict": False}, "return_dict must be True"),
         ({"logits_to_keep": 3}, "logits_to_keep must be 0"),

@@ -124,7 +124,7 @@ def test_loss_that_counts_a_shared_token_once_is_wrong(monkeypatch):
 
     def once(self, labels, counted):
         found = inputs(self, labels, counted)
-        return found | {"sample_counts": found["sample_counts"].clamp(max=1)}
+        return found | {"label_counts": found["label_counts"].clamp(max=1)}
 
     monkeypatch.setattr(TreeBatch, "loss_inputs", once)
     m = measured()
