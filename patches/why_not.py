@@ -21,11 +21,6 @@ from flexvarlen.patches.state import Settings
 
 _DOCUMENT_ALONE = "use the model's own attention, one document per row."
 
-ROUTER_LOGITS = (
-    "output_router_logits must be False where a padded batch runs as a packed row, whose router "
-    "logits do not match the batch's mask, got True; turn the auxiliary loss off, or call "
-    "patch_model without unpad=True."
-)
 ROUTER_LOGITS_OF_A_SHARD = (
     "output_router_logits must be False under sequence_parallel_group, got True: the auxiliary "
     "loss of a shard is not part of the row's; set it to False in the config."
@@ -179,8 +174,6 @@ def unpad(parts: ModelParts, settings: Settings) -> str | None:
             "unpad=True must not be used with a vision-language model, whose images have "
             "positions in the padded batch; pack its batches, or leave unpad out."
         )
-    if getattr(parts.config, "output_router_logits", False):
-        return ROUTER_LOGITS
     if settings.sequence_parallel_group is not None:
         return (
             "unpad=True must not be used with a sequence_parallel_group, whose ranks hold shards "

@@ -26,7 +26,6 @@ from flexvarlen.patches.batch.padded_batch import (
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.models.heads import PER_DOCUMENT
 from flexvarlen.patches.state import CONTEXT
-from flexvarlen.patches.why_not import ROUTER_LOGITS
 
 if TYPE_CHECKING:
     from flexvarlen.patches.forward.inputs import ForwardInputs
@@ -57,8 +56,8 @@ def find_padded_batch(forward: ForwardInputs) -> PaddedBatch | None:
     Takes it from the arguments if the head has found it.
 
     Raises:
-        NotImplementedError: the forward returns router logits, which are not padded again, or takes
-            embeddings where the ids of a padded batch are needed.
+        NotImplementedError: the forward takes embeddings where the ids of a padded batch are
+            needed.
 
     Reads the device once, if there is a 2D mask and `unpad`.
     """
@@ -82,8 +81,6 @@ def find_padded_batch(forward: ForwardInputs) -> PaddedBatch | None:
     )
     if found is None:
         return None
-    if forward.returns_router_logits:
-        raise NotImplementedError(ROUTER_LOGITS)
     needs_ids = parts.head in PER_DOCUMENT or not parts.causal
     if needs_ids and inputs.get("input_ids") is None:
         raise NotImplementedError(
@@ -195,6 +192,9 @@ def pad_and_pool(base: Any, packed: PackedForward, outputs: Any) -> None:
         outputs["last_hidden_state"] = padded.to_batch(outputs["last_hidden_state"])
         if outputs.get("hidden_states") is not None:
             outputs["hidden_states"] = tuple(map(padded.to_batch, outputs["hidden_states"]))
+        if outputs.get("router_logits") is not None:  # [T, E] of each layer, as [B·S, E]
+            of_rows = (padded.to_batch(x[None]).flatten(0, 1) for x in outputs["router_logits"])
+            outputs["router_logits"] = tuple(of_rows)
     pooler = base._modules.get("pooler")
     if pooler is not None and padded is not None:
         outputs["pooler_output"] = pooler(outputs["last_hidden_state"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from itertools import cycle
 
 import pytest
@@ -51,6 +52,7 @@ def next_tokens(inputs):
 
 
 def model_with(head, kind, **changes):
+    """In train mode; where experts are to be balanced, the loss says so."""
     torch.manual_seed(0)
     config = config_of(kind, **changes)
     config._experts_implementation = "eager"
@@ -60,6 +62,8 @@ def model_with(head, kind, **changes):
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+    if hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
+        model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
     return model.train()
 
 
@@ -80,6 +84,10 @@ def assert_same(plain, ours, inputs, atol=1e-6):
         losses_and_gradients(model, inputs) for model in (plain, ours)
     )
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-5, atol=atol)
+    if expected.get("aux_loss") is not None:
+        torch.testing.assert_close(out.aux_loss, expected.aux_loss, rtol=1e-5, atol=0)
+        for found_of_layer, of_layer in zip(out.router_logits, expected.router_logits, strict=True):
+            assert found_of_layer.shape == of_layer.shape
     assert found.keys() == gradients.keys()
     whole = torch.cat([g.flatten() for g in gradients.values()]).norm()
     for name, gradient in gradients.items():
@@ -460,15 +468,6 @@ def test_a_multiple_that_is_none(arguments, words):
 def test_images():
     model = new_model("qwen2_vl")
     with pytest.raises(NotImplementedError, match="a vision-language model"):
-        fv.patch_model(model, unpad=True)
-
-
-def test_router_losses():
-    model = fv.patch_model(new_model("qwen3_moe"), "sdpa", unpad=True)
-    with pytest.raises(NotImplementedError, match="output_router_logits must be False"):
-        model(**padded("right"), output_router_logits=True)
-    fv.unpatch_model(model).config.output_router_logits = True
-    with pytest.raises(NotImplementedError, match="output_router_logits must be False"):
         fv.patch_model(model, unpad=True)
 
 
