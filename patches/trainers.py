@@ -53,10 +53,9 @@ def patch_trainer(
     Raises:
         ValueError: not a Trainer, or one with `model_init`; with `share_prefixes`, batches of
             GRPOTrainer that cannot hold two completions of each prompt.
-        NotImplementedError: the trainer adds a router's auxiliary loss, whose inputs would not
-            match the padded batch; a model cannot be patched (see `patch_model`), as a
-            vision-language model; or, with `share_prefixes`, another class's completions cannot be
-            shuffled together. All models are then as they were before.
+        NotImplementedError: a model cannot be patched (see `patch_model`), as a vision-language
+            model; or, with `share_prefixes`, another class's completions cannot be shuffled
+            together. All models are then as they were before.
 
     >>> import flexvarlen as fv  # doctest: +SKIP
     >>> trainer = DPOTrainer(model, args=config, train_dataset=data)  # doctest: +SKIP
@@ -71,11 +70,6 @@ def patch_trainer(
         raise ValueError(
             "trainer must be made with model=, got model_init=, which makes a new model when "
             "training starts; call patch_model(model, unpad=True) inside model_init."
-        )
-    if getattr(trainer, "aux_loss_enabled", False):
-        raise NotImplementedError(
-            "the trainer must not add a router's auxiliary loss, as router logits of a packed row "
-            "do not match the padded batch; set router_aux_loss_coef=0.0 in the trainer's config."
         )
     together = _completions_together(trainer) if share_prefixes else None
     with ExitStack() as undo:

@@ -69,8 +69,10 @@ def unpaired():
 
 
 def policy(seed=0, kind="qwen3"):
+    """TRL asks a mixture of experts for its router's loss by itself."""
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config_of(kind), attn_implementation="eager")
+    config = config_of(kind, router_aux_loss_coef=0.5)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
 @cache
@@ -84,7 +86,7 @@ def saved_policy(kind="qwen3"):
 
 def classifier(labels=1, kind="qwen3"):
     torch.manual_seed(1)
-    config = config_of(kind, num_labels=labels)
+    config = config_of(kind, num_labels=labels, output_router_logits=kind == "mixtral")
     return AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
 
 
@@ -221,7 +223,10 @@ OF_TEXT = ("qwen3_windows", "phi3", "qwen3_5_text")
 
 @pytest.mark.parametrize(
     ("make", "kind"),
-    [*itertools.product((reward, dpo, kto, grpo), OF_TEXT), (reward, "modernbert")],
+    [
+        *itertools.product((reward, dpo, kto, grpo), (*OF_TEXT, "mixtral")),
+        (reward, "modernbert"),
+    ],
 )
 @pytest.mark.sampled(5)
 def test_each_kind_of_model(make, kind, tmp_path):
@@ -249,7 +254,8 @@ IN_TWO_BATCHES = {"num_generations": 2, "steps_per_generation": 2}
 @pytest.mark.parametrize(
     ("make", "kind"),
     [*((make, "qwen3") for make in (dpo, kto, reward, grpo, language_model))]
-    + [(make, "qwen3_5_text") for make in (dpo, kto, grpo)],
+    + [(make, "qwen3_5_text") for make in (dpo, kto, grpo)]
+    + [(grpo, "mixtral")],
 )
 def test_shared_prompts(make, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(padded_batch, "MIN_SHARED_TOKENS", 1)  # the tests' prompts are short
@@ -366,16 +372,6 @@ def test_a_mean_over_padding_is_the_one_metric_that_changes(module, name, tmp_pa
         logs += [{k: v for k, v in trainer.state.log_history[0].items() if isinstance(v, float)}]
     differ = {k for k, v in logs[0].items() if logs[1][k] != pytest.approx(v, rel=1e-3, abs=1e-5)}
     assert {x for x in differ if not x.endswith(_CLOCK)} == {"logits/chosen", "logits/rejected"}
-
-
-def test_a_router_loss(tmp_path):
-    torch.manual_seed(0)
-    config = config_of("qwen3_moe", output_router_logits=True)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    trainer = dpo(tmp_path, model=model, peft_config=LORA)
-    with pytest.raises(NotImplementedError, match="router's auxiliary loss"):
-        fv.patch_trainer(trainer)
-    assert not fv.is_patched(trainer.model)
 
 
 def test_a_reward_model_that_cannot_be_patched(tmp_path):
