@@ -37,6 +37,16 @@ _QWEN3_4B = PUBLISHED["qwen3"]["1.7b"] | {
     "intermediate_size": 9728,
     "num_attention_heads": 32,
 }
+_QWEN3_30B_A3B = PUBLISHED["qwen3"]["1.7b"] | {
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 # A layer of attention after every three of the gated delta rule: the family's default.
 _QWEN3_5_2B: dict[str, Any] = {
     "vocab_size": 248_320,
@@ -53,6 +63,7 @@ _TINY = {name: PUBLISHED[name]["tiny"] | {"initializer_range": 0.02} for name in
 _TINY_HYBRID = _TINY["qwen3_5_text"] | dict.fromkeys(
     ("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 64
 )
+_TINY_EXPERTS = _TINY["qwen3"] | {"num_experts": 8, "moe_intermediate_size": 32}
 _TINY_ENCODER: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -71,10 +82,12 @@ GEOMETRIES: dict[str, Geometry] = {
     "llama-3.1-8b": _geometry("llama", PUBLISHED["llama"]["8b"]),
     "modernbert-base": _geometry("modernbert", {}),
     "qwen3.5-2b": _geometry("qwen3_5_text", _QWEN3_5_2B),
+    "qwen3-30b-a3b": _geometry("qwen3_moe", _QWEN3_30B_A3B),
     "qwen3-tiny": _geometry("qwen3", _TINY["qwen3"]),
     "llama-tiny": _geometry("llama", _TINY["llama"]),
     "modernbert-tiny": _geometry("modernbert", _TINY_ENCODER),
     "qwen3.5-tiny": _geometry("qwen3_5_text", _TINY_HYBRID),
+    "qwen3-moe-tiny": _geometry("qwen3_moe", _TINY_EXPERTS),
 }
 """Configurations of published models, and tiny ones for a CPU; each takes a number of layers, None
 for the model's own."""
@@ -87,6 +100,7 @@ GEOMETRY_TITLES = {
     "llama-3.1-8b": "Llama-3.1-8B",
     "modernbert-base": "ModernBERT-base",
     "qwen3.5-2b": "Qwen3.5-like, 2B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
 }
 """For headings; the tiny ones go by their own names."""
 

@@ -4,6 +4,7 @@
     grpo, grpo-16, grpo-4096, …   GRPOTrainer's policy update, without the generation, at other
                                   sizes of the groups and lengths of the prompts
     grpo-hybrid-4096              the same of a model with recurrent layers, its layers checkpointed
+    grpo-experts-4096             of a mixture of experts, with the router's auxiliary loss
     reward                        RewardTrainer
     classification                transformers' Trainer
 
@@ -98,6 +99,14 @@ CASES = (
         longest=512,
         checkpointing=True,  # without shared prompts 147,456 tokens
     ),
+    PreferenceCase(
+        name="grpo-experts-4096",
+        task="grpo",
+        geometry="qwen3-30b-a3b",
+        layers=4,
+        samples=16,
+        prompt=4096,
+    ),
     PreferenceCase(name="reward", task="reward"),
     PreferenceCase(
         name="classification", task="classification", prompt=0, shortest=0, longest=4096
@@ -107,7 +116,10 @@ CASES = (
 )
 HYBRID = ("padded-fa3", "auto", "auto+shared")
 QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 1, "batches": 1, "shortest": 3}
-QUICK_HYBRID: dict[str, Any] = {"geometry": "qwen3.5-tiny", "layers": 2, "samples": 16}
+QUICK_OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3.5-2b": {"geometry": "qwen3.5-tiny", "layers": 2, "samples": 16},
+    "qwen3-30b-a3b": {"geometry": "qwen3-moe-tiny"},
+}
 
 
 class Preference(Suite[PreferenceCase]):
@@ -123,9 +135,7 @@ class Preference(Suite[PreferenceCase]):
         return [
             replace(
                 case,
-                **QUICK
-                | (pairs if case.prompt else topics)
-                | (QUICK_HYBRID if case.geometry == "qwen3.5-2b" else {}),
+                **QUICK | (pairs if case.prompt else topics) | QUICK_OTHERS.get(case.geometry, {}),
             )
             for case in CASES
         ]
