@@ -21,8 +21,12 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from flexvarlen.layout.labels import tree_loss
+from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
 from flexvarlen.patches.forward.wrapper import has_fused_head_of_trl, is_wrapped
+from flexvarlen.patches.models.families import is_verified
+from flexvarlen.patches.models.layers import text_config_of
+from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
 _NEED_A_PATCH = (
@@ -198,3 +202,42 @@ def take_loss(module: nn.Module, inputs: dict[str, Any]) -> Callable[[Tensor], T
         label_counts=counts,
         num_items_in_batch=items,
     )
+
+
+def token_weights(parts: ModelParts, layout: PackedLayout, counts: Tensor | None) -> Tensor:
+    """int64 `[1, T]`: for how many samples each token counts in a router's loss, 0 at padding.
+
+    Args:
+        counts: the sample_counts.
+
+    Raises:
+        ValueError: none, or of another number of tokens.
+        NotImplementedError: a head that may read the weights as a mask of ones, as Doge's does.
+
+    No sync; traces under `fullgraph=True`.
+    """
+    if not is_verified(parts.model_class, parts.model_config.model_type):
+        raise NotImplementedError(
+            "output_router_logits must be False with sample_counts, or a packed_layout of trees, "
+            "in a model that is not of a verified family, whose auxiliary loss may count a shared "
+            f"token once, got True for {parts.model_class.__name__}; pack each path as a document."
+        )
+    if counts is None or counts.numel() != layout.total_tokens:
+        got = "none" if counts is None else f"shape {tuple(counts.shape)}"
+        raise ValueError(
+            "sample_counts must give the samples that share each token, "
+            f"[1, {layout.total_tokens}], with output_router_logits=True and a packed_layout of "
+            f"trees, got {got}; take them from fv.share_prefixes."
+        )
+    return (counts.reshape(-1) * layout.real_tokens())[None]
+
+
+def balance_loss(head: nn.Module, outputs: Any) -> Tensor | float:
+    """What transformers' heads add to their loss to balance experts; 0 if they add none."""
+    loss = outputs.get("aux_loss")
+    if not isinstance(loss, Tensor):
+        return 0.0
+    coefficient: float | None = getattr(head, "router_aux_loss_coef", None)
+    if coefficient is None:  # a head over images and text
+        coefficient = text_config_of(head.config).router_aux_loss_coef
+    return coefficient * loss

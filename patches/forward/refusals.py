@@ -184,11 +184,9 @@ def refuse_beside_tree(forward: ForwardInputs) -> None:
             "a cache must not be filled by a packed_layout of trees, got one; pass use_cache=False "
             "and no cache."
         )
-    router_loss = "output_router_logits=True, whose loss would count a shared token once"
     beside = {
         "sequence_parallel_group": forward.group is not None,
         "images": forward.has_images,
-        router_loss: forward.returns_router_logits,
         "a head that pools documents": forward.parts.head not in ("", *CAUSAL),
     }
     why = why_no_trees(forward.parts) or next((x for x, given in beside.items() if given), None)

@@ -29,7 +29,14 @@ from flexvarlen.patches.batch.positions import (
 )
 from flexvarlen.patches.batch.unpacked_rows import check_one_document, one_document_per_row
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
-from flexvarlen.patches.forward.heads import check_document_labels, take_loss, wrap_loss
+from flexvarlen.patches.forward.heads import (
+    SAMPLE_COUNTS,
+    balance_loss,
+    check_document_labels,
+    take_loss,
+    token_weights,
+    wrap_loss,
+)
 from flexvarlen.patches.forward.inputs import ForwardInputs, flatten_choices, tokens_of
 from flexvarlen.patches.forward.neftune import scale_noise_by_document
 from flexvarlen.patches.forward.padding import (
@@ -116,7 +123,7 @@ def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> No
     if ATTRIBUTE in base.__dict__ and packed.packs and not packed.reached_base:
         raise ValueError(KEPT_BY_HEAD)
     if packed.tree_loss is not None:
-        outputs["loss"] = packed.tree_loss(outputs.logits)
+        outputs["loss"] = packed.tree_loss(outputs.logits) + balance_loss(module, outputs)
 
 
 STEPS = Steps(before_forward, after_forward, reads=COLUMNS)
@@ -302,10 +309,11 @@ def pass_documents(forward: ForwardInputs, layout: PackedLayout, *, fills_cache:
     packed = packed_forward(module, patch, layout)
     packed.packs, packed.padded, packed.fills_cache = forward.packs, forward.padded, fills_cache
     packed.padded_row_tokens = forward.padded_row_tokens
+    counts = inputs.get(SAMPLE_COUNTS)
     packed.tree_loss = take_loss(module, inputs)
     pass_on(inputs, packed, patch)
     if patch.parts.base_name:
-        prepare_head(forward, packed)
+        prepare_head(forward, packed, counts)
     else:
         note_pooler(forward, packed)
 
@@ -341,12 +349,21 @@ def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pac
     return packed
 
 
-def prepare_head(forward: ForwardInputs, packed: PackedForward) -> None:
-    """Give a head a padding mask, for its auxiliary losses, and keep our keywords from its loss."""
-    inputs, parts = forward.inputs, forward.parts
+def prepare_head(forward: ForwardInputs, packed: PackedForward, counts: Tensor | None) -> None:
+    """Give a head a padding mask, for its auxiliary losses, and keep our keywords from its loss.
+
+    These losses weigh each token by the mask, so where tokens stand for several samples it counts
+    these.
+
+    Args:
+        counts: the sample_counts, or None.
+    """
+    inputs, parts, layout = forward.inputs, forward.parts, packed.layout
     may_pad = (forward.is_explicit or forward.mask is not None) and forward.group is None
     masked = forward.packs and may_pad
     inputs["attention_mask"] = packed.mask_of_rows(forward.batch) if masked else None
+    if forward.returns_router_logits and not (counts is None and layout.segments is None):
+        inputs["attention_mask"] = token_weights(parts, layout, counts)
     if parts.drops_keywords:
         inputs["attention_mask"] = packed
     wrap_loss(forward.module)

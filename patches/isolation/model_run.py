@@ -26,7 +26,7 @@ from flexvarlen.patches.isolation.trace import Trace, by_token, tensors_in
 if TYPE_CHECKING:
     from flexvarlen.verify.experiment.batch import PackedBatch
 
-NO_LOSS = ("labels", "shift_labels", "sample_counts", "label_counts", "num_items_in_batch")
+NO_LOSS = ("labels", "shift_labels", "label_counts", "num_items_in_batch")
 """Left out of the batch: a loss is over all documents, and may be taken without any logits."""
 
 BUFFER_BYTES = 1 << 24  # larger buffers hold weights (GPTQ's), which no forward writes to

@@ -60,6 +60,27 @@ MUTATIONS = (
         "tests/patches/forward/test_unpad.py",
     ),
     Mutation(
+        "router loss: logits stay in the order of the packed row",
+        "patches/forward/padding.py",
+        "(padded.to_batch(x[None]).flatten(0, 1) for",
+        "(padded.to_batch(x[None]).flip(0).flatten(0, 1) for",
+        "tests/patches/forward/test_unpad.py",
+    ),
+    Mutation(
+        "router loss: a token of a tree counts once",
+        "patches/forward/heads.py",
+        "return (counts.reshape(-1) * layout.real_tokens())[None]",
+        "return layout.real_tokens()[None].long()",
+        "tests/patches/forward/test_router_logits.py",
+    ),
+    Mutation(
+        "router loss: the loss of a tree leaves it out",
+        "patches/forward/steps.py",
+        " + balance_loss(module, outputs)",
+        "",
+        "tests/patches/forward/test_router_logits.py",
+    ),
+    Mutation(
         "unpad: documents with padding between them are one",
         "patches/batch/padded_batch.py",
         "(real & (attention_mask != 1)).any() | (begins.sum(dim=1) > 1).any()",

@@ -1,16 +1,27 @@
-"""The auxiliary loss of a mixture of experts counts each real token of a batch, and no padding."""
+"""The auxiliary loss of a mixture of experts counts each real token of a batch, and no padding.
+
+A token of a tree counts for each sample that shares it. tests/patches/forward/test_unpad.py has
+such a loss in the padded batches of every family that knows one.
+"""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 import flexvarlen as fv
+from flexvarlen.patches.forward import heads
+from flexvarlen.patches.models.families import FAMILIES
 from tests import forms
+from tests.patches.forward.test_trees import LOOP, samples
+from tests.patches.forward.test_unpad import losses_and_gradients
 from tests.tiny_models import Batch, documents, new_model, one_row, padded_rows, two_rows
 
 KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
@@ -138,3 +149,95 @@ def test_generates_as_before(kind):
             for model in models
         )
         assert torch.equal(plain, ours)
+
+
+# ---- trees ----
+
+
+def has_balance_loss(model_type: str) -> bool:
+    name = model_type_to_module_name(model_type)
+    file = Path(transformers.__file__).parent / f"models/{name}/modeling_{name}.py"
+    return "load_balancing_loss_func" in file.read_text()
+
+
+BALANCED = [each.model_type for each in FAMILIES if has_balance_loss(each.model_type)]
+TREES = {"trees": (0, 1, 2, 3, 4, 5), "twins": (1, 5, 4)}  # twins are one document, no tree
+
+
+def padded_run(model, texts):
+    """Outputs and gradients of the unpatched model on the samples as rows of a padded batch."""
+    rows = [torch.tensor(text) for text in texts]
+    ids, mask, labels = (
+        torch.nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=value)
+        for each, value in ((rows, 0), ([torch.ones_like(x) for x in rows], 0), (rows, -100))
+    )
+    return losses_and_gradients(model, {"input_ids": ids, "attention_mask": mask, "labels": labels})
+
+
+def balanced_model(family, **changes):
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5, **changes}
+    return new_model(family, **changes).train()
+
+
+@pytest.mark.filterwarnings(LOOP)
+@pytest.mark.parametrize(
+    ("family", "chosen", "checkpointing"),
+    [
+        *((family, "trees", False) for family in BALANCED),
+        ("mixtral", "twins", False),
+        ("mixtral", "trees", True),
+    ],
+)
+def test_each_sample_of_a_tree_counts(family, chosen, checkpointing):
+    texts = [samples()[index] for index in TREES[chosen]]
+    expected, gradients = padded_run(balanced_model(family), texts)
+    model = fv.patch_model(balanced_model(family), "reference")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = fv.share_prefixes(texts, total_tokens=160).batch()
+    batch["sample_counts"].clamp_(min=1)  # what padding has must not count
+    assert (batch["packed_layout"].segments is None) == (chosen == "twins")
+    out, found = losses_and_gradients(model, batch)
+    for name in ("loss", "aux_loss"):
+        torch.testing.assert_close(out[name], expected[name], rtol=1e-5, atol=0)
+    for name, gradient in gradients.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_trees_in_one_graph(family):
+    torch._dynamo.reset()
+    model = fv.patch_model(balanced_model(family), "reference")
+    model.set_experts_implementation("batched_mm")  # eager loops over experts, on the host
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    sizes = {"total_tokens": 192, "capacity": 16, "max_seqlen_bound": 192, "max_depth": 4}
+    texts = samples()
+    model(torch.tensor(texts[3])[None])  # installs transformers' hooks, by a lock
+    for chosen in (texts, texts[:3], [*texts[2:], texts[0]]):
+        batch = fv.share_prefixes(chosen, **sizes).batch()
+        out, expected = compiled(**batch), padded_run(balanced_model(family), chosen)[0]
+        for name in ("loss", "aux_loss"):
+            torch.testing.assert_close(out[name], expected[name], rtol=1e-5, atol=0)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_a_tree_without_counts():
+    batch = fv.share_prefixes(samples()).batch()
+    inputs = {name: batch[name] for name in ("input_ids", "packed_layout")}
+    model = fv.patch_model(balanced_model("mixtral"), "sdpa")
+    with pytest.raises(ValueError, match="sample_counts must give the samples that share each"):
+        model(**inputs)
+    assert model(**inputs, output_router_logits=False).aux_loss is None
+
+
+def test_a_tree_in_a_model_that_is_not_verified(monkeypatch):
+    """Doge's loss counts a token once, whatever its mask holds."""
+    monkeypatch.setattr(heads, "is_verified", lambda *_: False)
+    model = fv.patch_model(balanced_model("mixtral"), "sdpa")
+    with pytest.raises(
+        NotImplementedError, match="output_router_logits must be False with sample_counts"
+    ):
+        model(**fv.share_prefixes(samples()).batch())

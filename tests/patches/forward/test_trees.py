@@ -228,12 +228,6 @@ def test_models_without_trees(family, words):
         model(input_ids=batch["input_ids"], packed_layout=batch["packed_layout"])
 
 
-def test_a_router_loss():
-    model = fv.patch_model(new_model("mixtral"), "sdpa")
-    with pytest.raises(NotImplementedError, match="output_router_logits=True"):
-        model(**shared_batch(output_router_logits=True))
-
-
 def test_a_model_that_is_not_patched():
     model = new_model("llama", implementation="flexvarlen_doc")
     batch = shared_batch()
