@@ -9,6 +9,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from flexvarlen.bench.suites.contract.tiny_configs import draw_weights, tiny_config
 from flexvarlen.patches.models.families import BY_TYPE
@@ -74,6 +76,17 @@ def new_model(kind: str, *, head_dim: int = 16, implementation: str | None = Non
     auto_class = getattr(transformers, f"AutoModelFor{task}")
     model = auto_class.from_config(config, attn_implementation=implementation)
     return draw_weights(model).eval()
+
+
+def balances_experts(model_type: str) -> bool:
+    """Whether transformers adds the loss of a router to the head of this architecture.
+
+    Some releases have the loss of one, but record no logits for it.
+    """
+    name = model_type_to_module_name(model_type)
+    file = Path(transformers.__file__).parent / f"models/{name}/modeling_{name}.py"
+    code = file.read_text()
+    return "load_balancing_loss_func" in code and '"router_logits":' in code
 
 
 @cache

@@ -7,14 +7,11 @@ such a loss in the padded batches of every family that knows one.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy
-from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 import flexvarlen as fv
 from flexvarlen.patches.forward import heads
@@ -22,7 +19,15 @@ from flexvarlen.patches.models.families import FAMILIES
 from tests import forms
 from tests.patches.forward.test_trees import LOOP, samples
 from tests.patches.forward.test_unpad import losses_and_gradients
-from tests.tiny_models import Batch, documents, new_model, one_row, padded_rows, two_rows
+from tests.tiny_models import (
+    Batch,
+    balances_experts,
+    documents,
+    new_model,
+    one_row,
+    padded_rows,
+    two_rows,
+)
 
 KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 SHORT = padded_rows(left=False, packed=True)
@@ -154,13 +159,7 @@ def test_generates_as_before(kind):
 # ---- trees ----
 
 
-def has_balance_loss(model_type: str) -> bool:
-    name = model_type_to_module_name(model_type)
-    file = Path(transformers.__file__).parent / f"models/{name}/modeling_{name}.py"
-    return "load_balancing_loss_func" in file.read_text()
-
-
-BALANCED = [each.model_type for each in FAMILIES if has_balance_loss(each.model_type)]
+BALANCED = [each.model_type for each in FAMILIES if balances_experts(each.model_type)]
 TREES = {"trees": (0, 1, 2, 3, 4, 5), "twins": (1, 5, 4)}  # twins are one document, no tree
 
 
@@ -171,12 +170,16 @@ def padded_run(model, texts):
         torch.nn.utils.rnn.pad_sequence(each, batch_first=True, padding_value=value)
         for each, value in ((rows, 0), ([torch.ones_like(x) for x in rows], 0), (rows, -100))
     )
-    return losses_and_gradients(model, {"input_ids": ids, "attention_mask": mask, "labels": labels})
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return losses_and_gradients(model, {**batch, "output_router_logits": True})
 
 
-def balanced_model(family, **changes):
-    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5, **changes}
-    return new_model(family, **changes).train()
+def balanced_model(family):
+    return new_model(family, router_aux_loss_coef=0.5).train()
+
+
+def tree_of(texts, **sizes):
+    return {**fv.share_prefixes(texts, **sizes).batch(), "output_router_logits": True}
 
 
 @pytest.mark.filterwarnings(LOOP)
@@ -194,7 +197,7 @@ def test_each_sample_of_a_tree_counts(family, chosen, checkpointing):
     model = fv.patch_model(balanced_model(family), "reference")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    batch = fv.share_prefixes(texts, total_tokens=160).batch()
+    batch = tree_of(texts, total_tokens=160)
     batch["sample_counts"].clamp_(min=1)  # what padding has must not count
     assert (batch["packed_layout"].segments is None) == (chosen == "twins")
     out, found = losses_and_gradients(model, batch)
@@ -214,10 +217,12 @@ def test_trees_in_one_graph(family):
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     sizes = {"total_tokens": 192, "capacity": 16, "max_seqlen_bound": 192, "max_depth": 4}
     texts = samples()
-    model(torch.tensor(texts[3])[None])  # installs transformers' hooks, by a lock
+    model(torch.tensor(texts[3])[None], output_router_logits=True)  # installs hooks, by a lock
     for chosen in (texts, texts[:3], [*texts[2:], texts[0]]):
-        batch = fv.share_prefixes(chosen, **sizes).batch()
-        out, expected = compiled(**batch), padded_run(balanced_model(family), chosen)[0]
+        out, expected = (
+            compiled(**tree_of(chosen, **sizes)),
+            padded_run(balanced_model(family), chosen)[0],
+        )
         for name in ("loss", "aux_loss"):
             torch.testing.assert_close(out[name], expected[name], rtol=1e-5, atol=0)
     assert counter.frame_count == 1
@@ -225,12 +230,12 @@ def test_trees_in_one_graph(family):
 
 
 def test_a_tree_without_counts():
-    batch = fv.share_prefixes(samples()).batch()
+    batch = tree_of(samples())
     inputs = {name: batch[name] for name in ("input_ids", "packed_layout")}
     model = fv.patch_model(balanced_model("mixtral"), "sdpa")
     with pytest.raises(ValueError, match="sample_counts must give the samples that share each"):
-        model(**inputs)
-    assert model(**inputs, output_router_logits=False).aux_loss is None
+        model(**inputs, output_router_logits=True)
+    assert model(**inputs).aux_loss is None
 
 
 def test_a_tree_in_a_model_that_is_not_verified(monkeypatch):
@@ -240,4 +245,4 @@ def test_a_tree_in_a_model_that_is_not_verified(monkeypatch):
     with pytest.raises(
         NotImplementedError, match="output_router_logits must be False with sample_counts"
     ):
-        model(**fv.share_prefixes(samples()).batch())
+        model(**tree_of(samples()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from itertools import cycle
 
 import pytest
@@ -19,13 +18,21 @@ from flexvarlen.patches.models.families import FAMILIES
 from tests import forms
 from tests.backends import ON_GPU, gpu_param
 from tests.oracle import assert_as_accurate
-from tests.tiny_models import VOCABULARY, config_of, documents, new_model, one_row
+from tests.tiny_models import (
+    VOCABULARY,
+    balances_experts,
+    config_of,
+    documents,
+    new_model,
+    one_row,
+)
 
 LENGTHS = (5, 70, 1, 30)
 ROW = 75
 TEXT = [each.model_type for each in FAMILIES if each.task in ("CausalLM", "MaskedLM")]
 TEXT.remove("phi3")  # transformers gives all rows the longrope frequencies of the longest
 SCANS = [each.model_type for each in FAMILIES if "start anew" in each.needs]
+BALANCED = [kind for kind in TEXT if balances_experts(kind)]
 ENCODERS = [each.model_type for each in FAMILIES if each.task == "MaskedLM"]
 
 
@@ -62,7 +69,7 @@ def model_with(head, kind, **changes):
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    if hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func"):
+    if kind in BALANCED:
         model.config.output_router_logits, model.router_aux_loss_coef = True, 0.5
     return model.train()
 
