@@ -167,6 +167,15 @@ def recurrent_functions_are_found_in_the_module_of_the_layer():
         assert inspect.unwrap(looked_up[name]).__name__ == name
 
 
+def router_losses_weigh_tokens_by_the_mask() -> None:
+    """A mask of 2 counts a token twice, one of 0 leaves it out."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func as loss
+
+    logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    weighed = loss((logits,), 4, 2, torch.tensor([[2, 0, 1]]))
+    torch.testing.assert_close(weighed, loss((logits[[0, 0, 2]],), 4, 2))
+
+
 # ---- accelerate, PEFT ----
 
 

@@ -72,11 +72,8 @@ TRL = (
         Name(f"trl.{name}", _TRAINERS)
         for name in (
             "DPOTrainer.ref_model",
-            "DPOTrainer.aux_loss_enabled",
             "KTOTrainer.ref_model",
-            "KTOTrainer.aux_loss_enabled",
             "GRPOTrainer.ref_model",
-            "GRPOTrainer.aux_loss_enabled",
             "GRPOTrainer.reward_funcs",
             "GRPOTrainer.num_generations",
         )

@@ -11,6 +11,7 @@ _RECURRENT = "patches/forward/recurrent_layers.py"
 _TOWER = "patches/forward/vision_tower.py"
 _TRAINERS = "patches/trainers.py"
 _INPUTS = "patches/forward/inputs.py"
+_HEADS = "patches/forward/heads.py"
 
 _QWEN2_VL = "transformers.models.qwen2_vl.modeling_qwen2_vl"
 _QWEN25_VL = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
@@ -76,11 +77,11 @@ TRANSFORMERS = (
     ),
     Name(
         "transformers.PreTrainedModel._loss_function",
-        "patches/forward/heads.py",
+        _HEADS,
         holds=behaviour.a_users_loss_is_in_the_dict_of_the_model,
     ),
     Name("transformers.quantizers.HfQuantizer.is_trainable", "patches/verification.py"),
-    Name("transformers.loss.loss_utils.ForCausalLMLoss", "patches/forward/heads.py", says="kwargs"),
+    Name("transformers.loss.loss_utils.ForCausalLMLoss", _HEADS, says="kwargs"),
     Name(
         "transformers.PreTrainedModel._gradient_checkpointing_func",
         "patches/forward/refusals.py patches/isolation/model_run.py",
@@ -113,7 +114,7 @@ TRANSFORMERS = (
         holds=behaviour.cached_file_can_say_that_there_is_none,
     ),
     *(
-        Name(f"{_AUTO}.{name}", "patches/forward/heads.py")
+        Name(f"{_AUTO}.{name}", _HEADS)
         for name in (
             "MODEL_FOR_CAUSAL_LM_MAPPING",
             "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
@@ -210,6 +211,21 @@ TRANSFORMERS = (
     Name("transformers.models.bert.modeling_bert.BertModel.encoder", _LAYERS),
     Name("transformers.models.bert.modeling_bert.BertEncoder.layer", _LAYERS),
     Name("transformers.models.modernbert.modeling_modernbert.ModernBertEncoderLayer.attn", _LAYERS),
+    # mixtures of experts
+    Name(
+        "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func",
+        _HEADS,
+        holds=behaviour.router_losses_weigh_tokens_by_the_mask,
+    ),
+    Name(
+        "transformers.models.mixtral.modeling_mixtral.MixtralForCausalLM.router_aux_loss_coef",
+        _HEADS,
+    ),
+    Name("transformers.modeling_outputs.MoeCausalLMOutputWithPast.aux_loss", _HEADS),
+    Name(
+        "transformers.modeling_outputs.MoeModelOutputWithPast.router_logits",
+        "patches/forward/padding.py",
+    ),
     # configs, of which a field that is missing would count as not set
     *(
         Name(f"transformers.{name}", used_by)
@@ -228,6 +244,7 @@ TRANSFORMERS = (
             "Qwen2Config.sliding_window": _LAYERS,
             "Gemma2Config.attn_logit_softcapping": "reference/model.py",
             "MixtralConfig.output_router_logits": "patches/why_not.py patches/forward/inputs.py",
+            "Qwen3VLMoeTextConfig.router_aux_loss_coef": _HEADS,
             "Qwen2VLConfig.text_config": f"{_LAYERS} patches/state.py",
             "Qwen2VLConfig.vision_config": _TOWER,
             "PreTrainedConfig.is_encoder_decoder": "patches/why_not.py",
