@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from transformers import Trainer
-
 import flexvarlen as fv
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import Settings
@@ -25,7 +23,7 @@ MEANING = {
     "dense": "full attention in every layer, as in Llama and Qwen3",
     "windows": "layers with a sliding window, as in Gemma and Mistral",
     "MoE, router loss": "a mixture of experts with `output_router_logits=True`; without it "
-    "nothing is refused. TRL's trainers of policies turn it on unless `router_aux_loss_coef=0.0`",
+    "nothing is refused. TRL turns it on unless `router_aux_loss_coef=0.0`",
     "longrope": "rotary frequencies that depend on how long a document is, as in Phi-3 of 128K",
     "encoder": "attention in both directions, as in BERT and ModernBERT",
     "images": "text with images, as in Qwen2.5-VL",
@@ -61,6 +59,7 @@ def families(*kinds: str) -> dict[str, str]:
 
 
 TEXT = ("dense", "windows", "longrope", "hybrid")
+EXPERTS = ("MoE, router loss",)
 UNPAD: dict[str, Any] = {"unpad": True}
 SHARED: dict[str, Any] = {"unpad": True, "share_prefixes": True}
 RANKS: dict[str, Any] = {"sequence_parallel_group": object()}
@@ -105,13 +104,6 @@ def sft_of_images() -> None:
     )
 
 
-def train_with_router_loss() -> None:
-    """As TRL's trainers of policies do where a config has `output_router_logits`."""
-    trainer: Any = Trainer.__new__(Trainer)
-    trainer.model_init, trainer.aux_loss_enabled = None, True
-    fv.patch_trainer(trainer)
-
-
 FEATURES = {
     "packed": Column(
         {
@@ -130,7 +122,7 @@ FEATURES = {
         {
             **each(
                 "patches/forward/test_unpad.py::test_loss_of_a_language_model[{}-*]",
-                {**families("dense", "encoder", "hybrid"), "windows": "gemma2"},
+                {**families("dense", *EXPERTS, "encoder", "hybrid"), "windows": "gemma2"},
             ),
             "longrope": "patches/forward/test_unpad.py::test_longrope_frequencies_of_each_document",
         },
@@ -140,7 +132,7 @@ FEATURES = {
         each(
             "patches/forward/test_share_prefixes.py::"
             "test_loss_and_gradients_are_the_padded_run_s[{}-*]",
-            {"dense": "qwen3", "windows": "gemma2", "hybrid": "qwen3_5_text"},
+            {**families("dense", *EXPERTS, "hybrid"), "windows": "gemma2"},
         ),
         SHARED,
     ),
@@ -209,14 +201,13 @@ def padded_trainer(name: str) -> Column:
     """A column of TRL's trainers that pad."""
     test = "patches/test_trainers.py::test_each_kind_of_model"
     of_dense = {"reward": "reward_checkpointing", "dpo": "dpo_*", "kto": "kto", "grpo": "grpo_*"}
-    kinds = ("windows", "longrope", "hybrid", *(("encoder",) if name == "reward" else ()))
+    kinds = ("windows", *EXPERTS, "longrope", "hybrid", *(("encoder",) * (name == "reward")))
     dense = "patches/test_trainers.py::test_a_run_learns_what_the_padded_one_learns"
     tests = {
         "dense": f"{dense}[{of_dense[name]}]",
         **each(f"{test}[{name}-{{}}]", families(*kinds)),
     }
-    raises = {} if name == "reward" else {"MoE, router loss": train_with_router_loss}
-    return Column(tests, UNPAD, raises)
+    return Column(tests, UNPAD)
 
 
 TRAINERS = {
