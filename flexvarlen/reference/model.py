@@ -141,6 +141,14 @@ def own_parameters(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMode
     return own
 
 
+def without_router_loss(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, its config changed: a router's loss is over all documents of a batch by design."""
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
+    return model
+
+
 def float64_model(base: PreTrainedModel) -> PreTrainedModel:
     """A copy with fp64 parameters; run it, and its backward, within `Float64()`.
 

@@ -18,7 +18,12 @@ import torch
 
 from flexvarlen.measure import environment
 from flexvarlen.patches.isolation.documents import units_of
-from flexvarlen.reference.model import baseline_model, own_parameters, run_alone
+from flexvarlen.reference.model import (
+    baseline_model,
+    own_parameters,
+    run_alone,
+    without_router_loss,
+)
 from flexvarlen.report.records import Record
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Finding, Options
@@ -116,6 +121,7 @@ def compare(
     require_verified(model.config.model_type)
     names = variant_names(backends, model.device)
     base = unpatch_model(own_parameters(model, model.dtype if dtype is None else dtype))
+    base = without_router_loss(base)
     packed = row_of(base, batch, tokens=tokens, seed=seed)
     lengths = packed.samples.lengths
     case = {

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from flexvarlen.reference.model import own_parameters
+from flexvarlen.reference.model import own_parameters, without_router_loss
 from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
@@ -104,7 +104,7 @@ class ModelDrift(GivenCases[ModelCase]):
         from flexvarlen.patches import unpatch_model
 
         model, row = case.load()
-        base = unpatch_model(own_parameters(model, model.dtype))
+        base = without_router_loss(unpatch_model(own_parameters(model, model.dtype)))
 
         def compare(backend: str) -> Finding:
             try:

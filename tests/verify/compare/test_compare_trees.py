@@ -68,6 +68,15 @@ def test_right_backends_are_right():
     assert "no packed_layout of trees" in report.record("transformers:sdpa").reason
 
 
+def test_a_router_s_loss_over_all_documents_is_no_leak():
+    """It is left out, in the copy that is compared."""
+    model = new_model("mixtral", output_router_logits=True)
+    model.set_experts_implementation("batched_mm")  # others round by how many tokens each gets
+    assert compare(model, batch(), "sdpa").verdict("sdpa") == "right"
+    assert model.config.output_router_logits
+    fv.verify_isolation(fv.patch_model(model, "sdpa"), batch())
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_trees_by_hand_have_a_loss_within_their_segments(name):
     row = EXAMPLES[name].batch(VOCABULARY)
