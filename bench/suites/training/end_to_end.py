@@ -49,7 +49,7 @@ from flexvarlen.bench.suites.training.batches import (
 from flexvarlen.bench.suites.training.end_to_end_tables import KEPT, parts_of
 from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
 from flexvarlen.bench.suites.training.texts import Document
-from flexvarlen.bench.suites.training.trainer import Clock, OrderedTrainer, fresh_accelerate
+from flexvarlen.bench.suites.training.trainer import CheckedTrainer, Clock, fresh_accelerate
 from flexvarlen.measure import CompileStats, memory_meaning, summarize, watch_compilation
 from flexvarlen.report.records import Record
 from flexvarlen.report.table import Table
@@ -187,7 +187,7 @@ class _TrainerCase:
             tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
             watch_compilation() as stats,
         ):
-            trainer = OrderedTrainer(
+            trainer = CheckedTrainer(
                 model=model,
                 args=self.arguments(folder, len(groups[0])),
                 train_dataset=[group for step in groups for group in step],
@@ -245,6 +245,7 @@ class _TrainerCase:
         return TrainingArguments(
             output_dir=folder,
             max_steps=self.case.warmup + self.case.steps,
+            train_sampling_strategy="sequential",
             per_device_train_batch_size=1,  # of groups
             gradient_accumulation_steps=batches,
             learning_rate=LEARNING_RATE,

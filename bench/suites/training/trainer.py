@@ -1,4 +1,4 @@
-"""`Trainer` as the suite "end-to-end" runs it: batches in order, a clock, nothing left behind."""
+"""`Trainer` as the suite "end-to-end" runs it: a clock, a first step, nothing left behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback
 
 from flexvarlen.measure.timing import synchronize
@@ -52,8 +51,8 @@ class Clock(TrainerCallback):  # type: ignore[misc]
             torch.cuda.reset_peak_memory_stats(self.device)
 
 
-class OrderedTrainer(Trainer):  # type: ignore[misc]
-    """Takes the batches in order.
+class CheckedTrainer(Trainer):  # type: ignore[misc]
+    """Asks after the first step's backward whether to go on.
 
     Attributes:
         go_on_after_first_backward: gets the first step's loss, with its gradients in place and not
@@ -61,9 +60,6 @@ class OrderedTrainer(Trainer):  # type: ignore[misc]
     """
 
     go_on_after_first_backward: Callable[[float], bool]
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)
