@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, MethodType
 from typing import Any, NamedTuple
@@ -190,7 +190,7 @@ def is_wrapped(module: nn.Module) -> bool:
 
     False after unpickling, or if another `forward` was set without functools.wraps.
     """
-    return hasattr(module.forward, WRAPPER_MARK)
+    return any(hasattr(forward, WRAPPER_MARK) for forward in _with_wrapped(module.forward))
 
 
 def has_fused_head_of_trl(module: nn.Module) -> bool:
@@ -199,9 +199,12 @@ def has_fused_head_of_trl(module: nn.Module) -> bool:
     It calls the `forward` that it replaced, or the base model, with labels from TRL's collators,
     which mask them at document boundaries.
     """
-    forward: Any = module.forward
+    keywords = (getattr(x, "__kwdefaults__", None) for x in _with_wrapped(module.forward))
+    return any("fused_lm_head" in (names or {}) for names in keywords)
+
+
+def _with_wrapped(forward: Any) -> Iterator[Any]:
+    """A function, and those that it wraps, from the outside in."""
     while forward is not None:
-        if "fused_lm_head" in (getattr(forward, "__kwdefaults__", None) or {}):
-            return True
+        yield forward
         forward = getattr(forward, "__wrapped__", None)
-    return False

@@ -199,6 +199,7 @@ def test_prepared_model_learns(precision, order):
     model, optimizer = accelerator.prepare(model, optimizer)
     if order == "prepare_first":
         fv.patch_model(model, "sdpa")
+    assert fv.is_patched(model)
     plain, low = new_model("qwen3"), precision == "bf16"
     for _ in range(2):
         weights = {name: x.clone() for name, x in model.state_dict().items()}
