@@ -49,6 +49,9 @@ _OURS = {
         "packing_ids document_mask doc_mask segment_mask block_mask attn_mask attn_bias"
     ),
     "position_ids": "position_id positions pos_ids input_pos segment_positions",
+    "packed_layout=PackedLayout.from_tree(...)": (  # the trees of TRL's AsyncGRPOTrainer
+        "tree_kv_index tree_cu_seqlens_q tree_cu_seqlens_k"
+    ),
 }
 _OURS_BY_OTHER_NAMES = {other: ours for ours, others in _OURS.items() for other in others.split()}
 _LOSS_MASKS = ("completion_mask", "assistant_masks")

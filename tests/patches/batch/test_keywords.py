@@ -39,12 +39,14 @@ NAMES = {
     "cu_seqlens_q": ROW.cu_seqlens,
     "cu_seqlens_k": ROW.cu_seqlens,
     "packed_layouts": fv.PackedLayout.from_lengths(LENGTHS.tolist()),
+    "tree_kv_index": ROW.position_ids,
 }
 RIGHT_NAMES = {  # which the sentence gives for these
     "document_ids": "attention_mask",
     "cu_seqlens": "cu_seq_lens_q",
     "cu_seqlens_k": "cu_seq_lens_k",
     "packed_layouts": "packed_layout",
+    "tree_kv_index": "packed_layout=PackedLayout.from_tree",
 }
 
 
