@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
-from flexvarlen.patches.api import current_patch, patch_model, restore
+from flexvarlen.patches.api import current_patch, patch_model, restore, transformers_model
+from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import BackendChoice
+from flexvarlen.patches.why_not import why_no_trees
 
 T = TypeVar("T", bound=Trainer)
 
@@ -29,19 +31,22 @@ def patch_trainer(
 ) -> T:
     """Make a trainer's models drop the padding of their batches: one line before `train()`.
 
-    Calls `patch_model(model, unpad=True)` on each model that gets padded batches: the policy, the
-    reference model, and GRPO's reward models. Collators, losses and metrics stay as they are, so
-    losses and gradients are those of the padded run, and so are metrics, except those that read
-    padding: CPO and ORPO log the mean of all logits, which are other ones at padding. With LoRA the
-    policy without its adapter is the reference, and is patched with it.
+    Calls `patch_model(model, unpad=True)` on each transformers model that is an attribute of the
+    trainer, or in a list that is one: the policy, its reference, a teacher, reward models. With
+    LoRA the policy without its adapter is the reference, and is patched with it. Collators, losses
+    and metrics stay as they are, so losses and gradients are those of the padded run, and so are
+    metrics, except those that read padding: CPO and ORPO log the mean of all logits, OnlineDPO
+    `objective/kl` and others of all tokens of a completion. `generate` runs as before.
 
-    With `share_prefixes` the trained and the reference model compute a prefix that rows of a batch
-    share once: the prompt of DPO's chosen and rejected answers, and of GRPO's completions.
-    GRPOTrainer, which shuffles completions before it splits them into batches, then shuffles blocks
-    of completions of one prompt, also after its model is unpatched.
+    With `share_prefixes` models compute a prefix that rows of a batch share once: the prompt of
+    DPO's chosen and rejected answers, and of GRPO's completions. GRPOTrainer and RLOOTrainer, which
+    shuffle completions before they split them into batches, then shuffle blocks of completions of
+    one prompt, also after their models are unpatched. Encoders among the reward models, in which
+    rows share nothing, run without.
 
-    Works with transformers' Trainer in any padded task, and with TRL's RewardTrainer, DPOTrainer,
-    KTOTrainer and GRPOTrainer (TRL 1.16). `fv.unpatch_model(trainer.model)` restores a model.
+    Works with transformers' Trainer in any padded task, and with the trainers of TRL 1.16 in the
+    table of docs/preference.md. AsyncGRPOTrainer has prefix trees of its own, which raise in the
+    first forward of a patched model. `fv.unpatch_model(trainer.model)` restores a model.
 
     Args:
         trainer: a trainer whose `train()` has not been called.
@@ -52,10 +57,9 @@ def patch_trainer(
 
     Raises:
         ValueError: not a Trainer, or one with `model_init`; with `share_prefixes`, batches of
-            GRPOTrainer that cannot hold two completions of each prompt.
+            shuffled completions that cannot hold two of each prompt.
         NotImplementedError: a model cannot be patched (see `patch_model`), as a vision-language
-            model; or, with `share_prefixes`, another class's completions cannot be shuffled
-            together. All models are then as they were before.
+            model. All models are then as they were before.
 
     >>> import flexvarlen as fv  # doctest: +SKIP
     >>> trainer = DPOTrainer(model, args=config, train_dataset=data)  # doctest: +SKIP
@@ -71,68 +75,92 @@ def patch_trainer(
             "trainer must be made with model=, got model_init=, which makes a new model when "
             "training starts; call patch_model(model, unpad=True) inside model_init."
         )
-    together = _completions_together(trainer) if share_prefixes else None
+    together = _completions_together(trainer) if share_prefixes else 1
     with ExitStack() as undo:
-        for model, is_policy in _models(trainer):
+        for model in _models(trainer):
             undo.callback(restore, model, current_patch(model))
             patch_model(
                 model,
                 backend,
                 unpad=True,
                 unpad_to_multiple_of=unpad_to_multiple_of,
-                share_prefixes=share_prefixes and is_policy,
+                share_prefixes=share_prefixes and (model is trainer.model or _can_share(model)),
                 verify=verify,
             )
-        if together is not None:
+        if together > 1:
             _shuffle_together(trainer, together)
         undo.pop_all()
     return trainer
 
 
-def _completions_together(trainer: Any) -> int | None:
-    """How many completions of one prompt a GRPOTrainer may keep together; None of others."""
-    if not hasattr(trainer, "num_generations"):
-        return None
+def _models(trainer: Any) -> list[nn.Module]:
+    """The transformers models that a trainer's attributes and their lists hold, the policy first.
+
+    Each once, in what first wraps it; none that is part of another.
+    """
+    values = list(vars(trainer).values())
+    for value in tuple(values):
+        values += value if isinstance(value, list | tuple) else ()
+    modules = [value for value in values if isinstance(value, nn.Module)]
+    found = {transformers_model(trainer.model): trainer.model}
+    for holder in (each for module in modules for each in _holders(module)):
+        found.setdefault(transformers_model(holder), holder)
+    parts = {part for inner in found for part in inner.modules() if part is not inner}
+    return [model for inner, model in found.items() if inner not in parts]
+
+
+def _holders(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules in this one, or itself, that hold one transformers model each."""
+    models = {part for part in module.modules() if isinstance(part, PreTrainedModel)}
+    inside = {part for model in models for part in model.modules() if part is not model}
+    if len(models - inside) > 1:
+        return [holder for child in module.children() for holder in _holders(child)]
+    return [module] if models else []
+
+
+def _can_share(model: nn.Module) -> bool:
+    """Whether documents that share prefixes go with a model, as they do not with an encoder."""
+    return why_no_trees(ModelParts.of(transformers_model(model))) is None
+
+
+_SHUFFLE = "shuffle_sequence_dict"
+"""TRL's function that shuffles the completions of a generation, of the modules of some trainers."""
+
+
+def _names_with_shuffle(trainer: Any) -> dict[str, Any]:
+    """The names of the module in which a trainer's `_prepare_inputs` finds the function, or {}."""
+    owners = (each for each in type(trainer).__mro__ if "_prepare_inputs" in vars(each))
+    modules = (vars(sys.modules[owner.__module__]) for owner in owners)
+    return next((names for names in modules if _SHUFFLE in names), {})
+
+
+def _completions_together(trainer: Any) -> int:
+    """How many completions of one prompt a trainer that shuffles them may keep together, else 1."""
+    of_prompt = getattr(trainer, "num_generations", 1)
+    if of_prompt == 1 or not _names_with_shuffle(trainer):
+        return 1
     rows = trainer.args.per_device_train_batch_size
-    together = math.gcd(rows, trainer.num_generations)
+    together = math.gcd(rows, of_prompt)
     if together == 1:
         raise ValueError(
             "per_device_train_batch_size must have a divisor in common with num_generations, so "
-            f"that a batch holds completions of one prompt, got {rows} and "
-            f"{trainer.num_generations}; set it to a multiple of num_generations."
+            f"that a batch holds completions of one prompt, got {rows} and {of_prompt}; set it to "
+            "a multiple of num_generations."
         )
     return together
 
 
-def _models(trainer: Any) -> list[tuple[nn.Module, bool]]:
-    """The models that get padded batches, and whether each is the policy or its reference."""
-    trained = (trainer.model, getattr(trainer, "ref_model", None))
-    rewards = getattr(trainer, "reward_funcs", None) or ()
-    found = [*((model, True) for model in trained), *((model, False) for model in rewards)]
-    return [(model, is_policy) for model, is_policy in found if isinstance(model, nn.Module)]
-
-
-_SHUFFLE = "shuffle_sequence_dict"
-"""TRL's function that shuffles the completions of a generation, of the module of GRPOTrainer."""
-
-
 def _shuffle_together(trainer: Any, size: int) -> None:
-    """Make a GRPOTrainer shuffle `size` completions at a time, not single ones."""
-    owner = next(each for each in type(trainer).__mro__ if "_prepare_inputs" in vars(each))
-    functions = vars(sys.modules[owner.__module__])
-    if _SHUFFLE not in functions:
-        raise NotImplementedError(
-            f"share_prefixes=True needs {type(trainer).__name__} to shuffle its completions by "
-            f"{_SHUFFLE}, as TRL 1.16 does; leave it out."
-        )
+    """Make a trainer that shuffles completions move `size` of them at a time, not single ones."""
+    names = _names_with_shuffle(trainer)
     prepare, shuffle = trainer._prepare_inputs, partial(_shuffled, size=size)
 
     def prepare_inputs(batch: Any) -> Any:
-        before, functions[_SHUFFLE] = functions[_SHUFFLE], shuffle
+        before, names[_SHUFFLE] = names[_SHUFFLE], shuffle
         try:
             return prepare(batch)
         finally:
-            functions[_SHUFFLE] = before
+            names[_SHUFFLE] = before
 
     trainer._prepare_inputs = prepare_inputs
 

@@ -171,4 +171,18 @@ MUTATIONS = (
         "by_name_alone=True,",
         "tests/patches/models/test_encoders.py",
     ),
+    Mutation(
+        "trainers: models in lists are left padded",
+        "patches/trainers.py",
+        "values += value if isinstance(value, list | tuple) else ()",
+        "pass",
+        "tests/patches/test_trl_trainers.py",
+    ),
+    Mutation(
+        "trainers: completions of a prompt are shuffled apart",
+        "patches/trainers.py",
+        "shuffle = trainer._prepare_inputs, partial(_shuffled, size=size)",
+        "shuffle = trainer._prepare_inputs, partial(_shuffled, size=1)",
+        "tests/patches/test_trl_trainers.py",
+    ),
 )

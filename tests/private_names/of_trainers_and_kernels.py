@@ -71,15 +71,16 @@ TRL = (
     *(
         Name(f"trl.{name}", _TRAINERS)
         for name in (
-            "DPOTrainer.ref_model",
-            "KTOTrainer.ref_model",
-            "GRPOTrainer.ref_model",
-            "GRPOTrainer.reward_funcs",
             "GRPOTrainer.num_generations",
+            "RLOOTrainer.num_generations",
+            "trainer.grpo_trainer.shuffle_sequence_dict",
+            "trainer.rloo_trainer.shuffle_sequence_dict",
         )
     ),
-    Name("trl.GRPOTrainer._prepare_inputs", _TRAINERS, says="shuffle_sequence_dict"),
-    Name("trl.trainer.grpo_trainer.shuffle_sequence_dict", _TRAINERS),
+    *(
+        Name(f"trl.{name}._prepare_inputs", _TRAINERS, says="shuffle_sequence_dict")
+        for name in ("GRPOTrainer", "RLOOTrainer")
+    ),
     Name(
         "trl.trainer.utils.add_fused_lm_head | trl.models.utils.add_fused_lm_head"
         " | trl.trainer.grpo_trainer.add_fused_lm_head",
