@@ -197,14 +197,14 @@ FEATURES = {
 }
 
 
-def padded_trainer(name: str) -> Column:
+def padded_trainer(name: str, file: str = "test_trainers.py") -> Column:
     """A column of TRL's trainers that pad."""
-    test = "patches/test_trainers.py::test_each_kind_of_model"
-    of_dense = {"reward": "reward_checkpointing", "dpo": "dpo_*", "kto": "kto", "grpo": "grpo_*"}
+    test = f"patches/{file}::test_each_kind_of_model"
+    of_dense = {"reward": "reward_checkpointing", "dpo": "dpo_*", "grpo": "grpo_*"}
     kinds = ("windows", *EXPERTS, "longrope", "hybrid", *(("encoder",) * (name == "reward")))
-    dense = "patches/test_trainers.py::test_a_run_learns_what_the_padded_one_learns"
+    dense = f"patches/{file}::test_a_run_learns_what_the_padded_one_learns"
     tests = {
-        "dense": f"{dense}[{of_dense[name]}]",
+        "dense": f"{dense}[{of_dense.get(name, name)}]",
         **each(f"{test}[{name}-{{}}]", families(*kinds)),
     }
     return Column(tests, UNPAD)
@@ -223,6 +223,8 @@ TRAINERS = {
     "DPO": padded_trainer("dpo"),
     "KTO": padded_trainer("kto"),
     "GRPO": padded_trainer("grpo"),
+    "RLOO": padded_trainer("rloo", "test_trl_trainers.py"),
+    "Distillation": padded_trainer("distillation", "test_trl_trainers.py"),
 }
 COLUMNS = {**FEATURES, **TRAINERS}
 ASKED = {
@@ -237,11 +239,11 @@ ASKED = {
     "generation": "`generate` of a patched model",
     "Trainer": "transformers' Trainer on packed rows, of images by a collator of one's own",
     "SFT": "TRL's SFTTrainer with `padding_free=True`",
-    "Reward, DPO, KTO, GRPO": "TRL's trainers after `fv.patch_trainer`, against their padded runs",
+    "Reward and others": "TRL's trainers after `fv.patch_trainer`, against their padded runs",
 }
 """What the columns mean."""
 
-NO_NEXT_TOKEN = ("generation", "SFT", "DPO", "KTO", "GRPO")
+NO_NEXT_TOKEN = ("generation", "SFT", "DPO", "KTO", "GRPO", "RLOO", "Distillation")
 """What nobody asks of an encoder."""
 
 

@@ -180,7 +180,7 @@ def test_a_run_learns_what_the_padded_one_learns(name, tmp_path):
     check_run(case.make, {}, tmp_path, **reads)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_windows", "phi3", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["qwen3_windows", "phi3", "qwen3_5_text", "mixtral"])
 @pytest.mark.parametrize("name", ["rloo", "distillation"])
 @pytest.mark.sampled(2)
 def test_each_kind_of_model(name, kind, tmp_path):
