@@ -195,6 +195,7 @@ SHARING = {
 
 
 @pytest.mark.parametrize("name", SHARING)
+@pytest.mark.sampled(5)
 def test_shared_prompts(name, tmp_path, monkeypatch):
     case = CASES[name]
     check_shared(case.make, SHARING[name], tmp_path, monkeypatch, reads_padding=case.reads_padding)
