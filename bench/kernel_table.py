@@ -95,7 +95,7 @@ def _kind(record: Record) -> dict[str, Any]:
     else:
         heads, prefix = [case[x] for x in ("num_heads", "num_kv_heads", "head_dim")], ""
     return {
-        "tree": tree,
+        "depth": len(case["levels"]) if tree else 1,
         "causal": True if tree else case["causal"],
         **dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True)),
         "tokens": case["tokens"],
@@ -186,7 +186,7 @@ def _replayed(
         case.num_heads,
         case.num_kv_heads,
         case.head_dim,
-        spec.of_trees() if case.tree else spec,
+        spec.of_trees() if case.depth > 1 else spec,
         needs_grad=needs_grad,
     )
     by_host = not compiled and table.is_host_bound(call, case.tokens)

@@ -1,8 +1,8 @@
 """Cache keys of "auto": the kind of call, the machine, and a bucket of sizes.
 
 A bucket depends only on what is also known in a compiled graph (total_tokens, capacity,
-max_seqlen_bound and the launch sizes). Eager and compiled calls on one layout therefore share a
-measurement, and so do other documents of about the same sizes.
+max_seqlen_bound, max_depth and the launch sizes). Eager and compiled calls on one layout therefore
+share a measurement, and so do other documents of about the same sizes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ _KERNEL_PACKAGES = (
 _HINTS = Version(torch.__version__) >= Version("2.13")  # where Dynamo traces optimization_hint
 
 Sizes = tuple[int, ...]
-"""total_tokens, capacity, max_seqlen_bound, and whether kernels are launched for the sizes of the
-actual documents (`_OWN`) or for upper bounds (`_BOUNDS`). In cross-attention, also of the keys."""
+"""total_tokens, capacity, max_seqlen_bound, max_depth (1 without trees), and whether kernels are
+launched for the sizes of the actual documents (`_OWN`) or for upper bounds (`_BOUNDS`). In
+cross-attention, also of the keys."""
 
 _OWN, _BOUNDS = 1, 2
-_FIELDS = 4
+_FIELDS = 5
 _WASTEFUL = 7  # at 32,768 tokens, a 256 times larger launch slowed fa3 from 3.8 to 11 ms per layer
 
 Bucket = tuple[int, ...]
-"""log2 (rounded up) of total_tokens, of tokens per slot and of the bound; `_OWN` or `_BOUNDS`."""
+"""log2 (rounded up) of total_tokens, of tokens per slot, of max_seqlen_bound and of max_depth;
+`_OWN` or `_BOUNDS`."""
 
 
 def sizes(mask: DocumentMask) -> Sizes:
@@ -53,7 +55,8 @@ def sizes(mask: DocumentMask) -> Sizes:
 
 def _of_layout(layout: PackedLayout) -> Sizes:
     launch = _OWN if layout.launch.of_the_row else _BOUNDS
-    return layout.total_tokens, layout.capacity, layout.max_seqlen_bound, launch
+    depth = 1 if layout.segments is None else layout.segments.max_depth
+    return layout.total_tokens, layout.capacity, layout.max_seqlen_bound, depth, launch
 
 
 def sizes_in_graph(mask: DocumentMask) -> Sizes:
@@ -70,16 +73,16 @@ def sizes_in_graph(mask: DocumentMask) -> Sizes:
 
 
 def bucket(sizes: Sizes) -> Bucket:
-    """Round T, T / capacity and the bound up to powers of two; return the exponents and the launch.
+    """Round each size up to a power of two, T / capacity too; return exponents and the launch.
 
-    >>> bucket((4096, 8, 1000, 1))
-    (12, 9, 10, 1)
+    >>> bucket((4096, 8, 1000, 3, 1))
+    (12, 9, 10, 2, 1)
     """
     found: list[int] = []
     for i in range(0, len(sizes), _FIELDS):
-        tokens, capacity, bound, launch = sizes[i : i + _FIELDS]
+        tokens, capacity, bound, depth, launch = sizes[i : i + _FIELDS]
         found += ((tokens - 1).bit_length(), ((tokens - 1) // capacity).bit_length())
-        found += ((bound - 1).bit_length(), launch)
+        found += ((bound - 1).bit_length(), (depth - 1).bit_length(), launch)
     return tuple(found)
 
 
@@ -89,7 +92,7 @@ def is_wasteful(bucket: Bucket) -> bool:
     This happens if the documents of a long row are known only inside a compiled graph.
     """
     return any(
-        bucket[i + 3] == _BOUNDS and bucket[i + 2] - bucket[i + 1] >= _WASTEFUL
+        bucket[i + 4] == _BOUNDS and bucket[i + 2] - bucket[i + 1] >= _WASTEFUL
         for i in range(0, len(bucket), _FIELDS)
     )
 

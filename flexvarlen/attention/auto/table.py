@@ -34,7 +34,8 @@ class Case(NamedTuple):
 
     Attributes:
         source: the GPU, its compute capability, the versions of the kernels and the commit.
-        tree, causal: of the mask.
+        depth: max_depth of the trees; 1 of documents.
+        causal: of the mask.
         num_heads, num_kv_heads, head_dim: of the tensors.
         tokens, capacity, longest: of the row: total_tokens, capacity and max_seqlen_bound.
         ms: by kernel, forward and backward on the device, forward and backward on the host. A
@@ -42,7 +43,7 @@ class Case(NamedTuple):
     """
 
     source: Mapping[str, Any]
-    tree: bool
+    depth: int
     causal: bool
     num_heads: int
     num_kv_heads: int
@@ -55,7 +56,7 @@ class Case(NamedTuple):
     @property
     def bucket(self) -> Bucket:
         """Of the row's sizes."""
-        return bucket((self.tokens, self.capacity, self.longest, 1))
+        return bucket((self.tokens, self.capacity, self.longest, self.depth, 1))
 
     def times(self, needs_grad: bool) -> dict[str, Times]:
         """Of each kernel that can do it, forward or forward and backward."""
@@ -70,7 +71,9 @@ class Case(NamedTuple):
         return found
 
     def __str__(self) -> str:
-        mask = "trees" if self.tree else "causal" if self.causal else "not causal"
+        mask = "causal" if self.causal else "not causal"
+        if self.depth > 1:
+            mask = f"trees of depth {self.depth}"
         packages = [
             f"{name} {found}"
             for name, found in self.source.items()
@@ -104,21 +107,22 @@ def nearest(
 
 def distance(
     call: AttentionCall, sizes: Bucket, capability: tuple[int, int], case: Case
-) -> tuple[bool, float, float]:
-    """How far a case is from a call: first by trees, then by architecture, then by shape.
+) -> tuple[int, float, float]:
+    """How far a case is from a call: first by depth, then by architecture, then by shape.
 
-    Trees are another algorithm on most kernels, and another architecture is another kernel. By
-    shape, each factor of 2 counts 1 in head_dim, in queries per key, in the mean and in the longest
-    document, and 1/2 in tokens, as a GPU that is busy takes a time proportional to them on every
-    kernel. A mask that is not causal instead of a causal one counts 2. Kernels differ most by how
-    long documents are, and how equally long: the mean and the longest.
+    Some kernels attend to trees level by level, so that their time grows with the depth, and
+    another architecture is another kernel. By shape, each factor of 2 counts 1 in head_dim, in
+    queries per key, in the mean and in the longest document, and 1/2 in tokens, as a GPU that is
+    busy takes a time proportional to them on every kernel. A mask that is not causal instead of a
+    causal one counts 2. Kernels differ most by how long documents are, and how equally long: the
+    mean and the longest.
 
     `python -m flexvarlen.bench.kernel_table` says what is lost by it where a case is left out.
     """
     spec = call.spec
     architecture = abs(_number(capability) - _number(case.source["capability"]))
     tokens, mean, longest = _reach(sizes, spec)
-    its_tokens, its_mean, its_longest, _ = case.bucket
+    its_tokens, its_mean, its_longest, its_depth, _ = case.bucket
     shape = (
         abs(log2(call.head_dim / case.head_dim))
         + abs(log2(_queries_per_key(call) / _queries_per_key(case)))
@@ -127,7 +131,7 @@ def distance(
         + abs(mean - its_mean)
         + abs(longest - its_longest)
     )
-    return spec.tree != case.tree, architecture, shape
+    return abs(sizes[3] - its_depth), architecture, shape
 
 
 def _queries_per_key(heads: AttentionCall | Case) -> float:

@@ -69,7 +69,7 @@ class StandIn(SdpaBackend):
 
 
 def a_case(ms, **fields):
-    known = {"source": SOURCE, "tree": False, "causal": True, **HEADS, "ms": ms}
+    known = {"source": SOURCE, "depth": 1, "causal": True, **HEADS, "ms": ms}
     return Case(**known | {"tokens": TOKENS, "capacity": CAPACITY, "longest": BOUND} | fields)
 
 

@@ -119,12 +119,13 @@ def test_kernels_launched_for_the_longest_that_may_come():
     """A graph that alone sees the documents of a long row: flex, whose time does not grow so."""
     call = AttentionCall(torch.device("cuda"), torch.bfloat16, 8, 2, 64)
     tokens, slots = 32_768, 256  # patch_model's defaults
-    sizes = keys.bucket((tokens, slots, tokens, keys._BOUNDS))
+    wasteful = (tokens, slots, tokens, 1, keys._BOUNDS)
+    sizes = keys.bucket(wasteful)
     assert keys.is_wasteful(sizes)
-    assert not keys.is_wasteful(keys.bucket((tokens, slots, tokens, keys._OWN)))
-    assert not keys.is_wasteful(keys.bucket((tokens, slots, 1024, keys._BOUNDS)))
-    assert not keys.is_wasteful(keys.bucket((2048, 64, 2048, keys._BOUNDS)))
-    assert keys.is_wasteful(keys.bucket((8, 8, 8, keys._OWN, tokens, slots, tokens, keys._BOUNDS)))
+    assert not keys.is_wasteful(keys.bucket((tokens, slots, tokens, 1, keys._OWN)))
+    assert not keys.is_wasteful(keys.bucket((tokens, slots, 1024, 1, keys._BOUNDS)))
+    assert not keys.is_wasteful(keys.bucket((2048, 64, 2048, 1, keys._BOUNDS)))
+    assert keys.is_wasteful(keys.bucket((8, 8, 8, 1, keys._OWN, *wasteful)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "_own_timings", lambda call, sizes: {})
         assert auto.order(call, sizes, compiled=True).names[0] == "flex"

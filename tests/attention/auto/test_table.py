@@ -17,9 +17,9 @@ LONG = {"tokens": 4096, "capacity": 1, "longest": 4096}
 SHORT = {"tokens": 4096, "capacity": 64, "longest": 64}
 
 
-def nearest(cases, spec=None, *, sizes=LONG, capability=HERE, heads=(4, 2, 16)):
+def nearest(cases, spec=None, *, sizes=LONG, depth=1, capability=HERE, heads=(4, 2, 16)):
     call = AttentionCall(torch.device("cuda"), torch.bfloat16, *heads, spec or MaskSpec())
-    found = table.nearest(call, bucket((*sizes.values(), 1)), capability, cases)
+    found = table.nearest(call, bucket((*sizes.values(), depth, 1)), capability, cases)
     return next(iter(found.ms))
 
 
@@ -38,7 +38,8 @@ def named(name, **fields):
         (LONG, {**LONG, "causal": False}, {}),
         ({**LONG, "causal": False}, LONG, {"spec": MaskSpec.of(causal=False)}),
         ({**LONG, "causal": False}, SHORT, {}),
-        ({**SHORT, "tree": True}, LONG, {"spec": MaskSpec().of_trees()}),
+        ({**SHORT, "depth": 2}, LONG, {"depth": 3}),
+        ({**SHORT, "depth": 3}, {**LONG, "depth": 2}, {"depth": 12}),
         (SHORT, LONG, {"spec": MaskSpec.of(window=64)}),
         (SHORT, LONG, {"spec": MaskSpec.of(chunk=64)}),
         (LONG, SHORT, {"spec": MaskSpec.of(window=2048)}),
@@ -60,6 +61,15 @@ def test_a_kernel_without_a_backward_is_not_taken_for_training():
     case = a_case({"both": [2.0, 3.0, 1.0, 1.5], "forward": [1.0, None, 0.5, None]})
     assert case.times(needs_grad=True) == {"both": Times(5.0, 2.5)}
     assert case.times(needs_grad=False) == {"both": Times(2.0, 1.0), "forward": Times(1.0, 0.5)}
+
+
+def test_kernels_that_attend_level_by_level_are_not_taken_for_deep_trees():
+    """FA3 is faster than FlexAttention's Triton kernel on two levels, and slower on more."""
+    call = AttentionCall(torch.device("cuda"), torch.bfloat16, 16, 8, 128, MaskSpec().of_trees())
+    for depth, kernels in ((2, ["fa3", "flex"]), (4, ["flex", "fa3"]), (13, ["flex", "fa3"])):
+        sizes = bucket((32_768, 64, 8192, depth, 1))
+        times = table.nearest(call, sizes, (9, 0), table.shipped_cases()).times(needs_grad=True)
+        assert [x for x in table.fastest_first(times, by_host=False) if x in kernels] == kernels
 
 
 def test_the_shipped_table_names_what_it_was_measured_on():
