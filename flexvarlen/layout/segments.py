@@ -1,7 +1,5 @@
 """The segments of a row whose documents are trees: paths that share their beginnings.
 
-`PrefixTree` finds them in rows of tokens; `Segments` holds them.
-
 A tree is laid out depth first: a segment, then the subtrees of its children. A token sees its own
 segment up to itself, and the segments above it. Positions count along the path.
 
@@ -19,7 +17,6 @@ from torch import Tensor
 
 from flexvarlen.layout.arguments import as_int, integers
 from flexvarlen.layout.boundaries import HAS_TRITON, host_int32, is_traced, slots_of
-from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.level_order import LevelOrder
 
 
@@ -165,128 +162,6 @@ def _depths(sizes: list[int], parents: list[int]) -> list[int]:
         depths.append(len(path))
         path.append(segment)
     return depths
-
-
-class PrefixTree:
-    """Rows as paths through segments, laid out depth first.
-
-    Rows share a token if they are equal up to it. Segments are cut where rows part: a row of which
-    others are continuations goes along with the first of them, and ends within a segment.
-
-    Args:
-        row_lengths: tokens of each row.
-        common: called with rows and an offset, whose token they share; returns the offset at which
-            the first of them part, or the end of the longest.
-        branches: called with rows that have a token at an offset; returns those that share it.
-        max_depth: segments on a path at most; rows share nothing below. None: no bound.
-        min_tokens: a shared segment shorter than this is repeated in each of its branches.
-
-    Attributes:
-        pieces: of each segment, a row that holds it, and where it starts and stops in that row.
-        parents: the segment that each continues, -1 at a root.
-        ends: the segment in which each row ends, -1 if it has no tokens.
-        depth: segments on the longest path.
-    """
-
-    def __init__(
-        self,
-        row_lengths: Sequence[int],
-        common: Callable[[list[int], int], int],
-        branches: Callable[[list[int], int], list[list[int]]],
-        *,
-        max_depth: int | None = None,
-        min_tokens: int = 1,
-    ) -> None:
-        self.pieces: list[tuple[int, int, int]] = []
-        self.parents: list[int] = []
-        self.ends = [-1] * len(row_lengths)
-        self.depth = 0
-        self._row_lengths = row_lengths
-        roots = branches([row for row, length in enumerate(row_lengths) if length], 0)
-        stack = [(group, 0, -1, 1) for group in reversed(roots)]
-        while stack:
-            group, start, parent, depth = stack.pop()
-            stop = common(group, start)
-            ended = [row for row in group if row_lengths[row] <= stop]
-            going = branches([row for row in group if row_lengths[row] > stop], stop)
-            if going and (stop - start < min_tokens or depth == max_depth):
-                going[0] += ended
-                stack += [(each, start, parent, depth) for each in reversed(going)]
-                continue
-            self.depth = max(self.depth, depth)
-            segment = len(self.pieces)
-            self.pieces.append((max(group, key=row_lengths.__getitem__), start, stop))
-            self.parents.append(parent)
-            for row in ended:
-                self.ends[row] = segment
-            stack += [(each, stop, segment, depth + 1) for each in reversed(going)]
-
-    @classmethod
-    def from_rows(
-        cls, rows: Sequence[Tensor], *, max_depth: int | None = None, min_tokens: int = 1
-    ) -> PrefixTree:
-        """The tree of rows of `[L, 2]` integers on the host: tokens, and labels of the next tokens.
-
-        Rows share a token if they are equal in all tokens up to it, and their labels agree at each
-        of these; -100 agrees with every label. Where the labels of rows that are equal so far do
-        not agree, each has the token for itself with those that have its label; a row with -100
-        there, with those whose label is its next token.
-        """
-        lengths = [len(row) for row in rows]
-
-        def common(group: list[int], start: int) -> int:
-            longest = rows[max(group, key=lengths.__getitem__)]
-            stop, labels = len(longest), longest[start:, 1].clone()
-            for row in group:
-                tokens, own = rows[row][start:stop].unbind(1)
-                known = labels[: len(own)]
-                differ = tokens != longest[start : start + len(own), 0]
-                differ |= (own != known) & (own != IGNORE_INDEX) & (known != IGNORE_INDEX)
-                known.copy_(own.where(known == IGNORE_INDEX, known))
-                if differ.any():
-                    stop = start + int(differ.int().argmax())
-            return stop
-
-        def branches(group: list[int], at: int) -> list[list[int]]:
-            found: dict[int, list[int]] = {}
-            for row in group:
-                found.setdefault(int(rows[row][at, 0]), []).append(row)
-            return [branch for same in found.values() for branch in _by_label(rows, same, at)]
-
-        return cls(lengths, common, branches, max_depth=max_depth, min_tokens=min_tokens)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each segment."""
-        return [stop - start for _, start, stop in self.pieces]
-
-    def take(self, of_rows: Sequence[Tensor]) -> Tensor:
-        """`[T, ...]`: what each segment's tokens have in `of_rows`, a tensor `[L, ...]` a row."""
-        return torch.cat([of_rows[row][start:stop] for row, start, stop in self.pieces])
-
-    def paths(self) -> list[Tensor]:
-        """int64 `[L]` on the host, of each row: where its tokens are among all segments' tokens."""
-        starts = list(accumulate(self.lengths, initial=0))
-        return [
-            path_to(end, starts, self.parents)[:length]
-            for end, length in zip(self.ends, self._row_lengths, strict=True)
-        ]
-
-
-def _by_label(rows: Sequence[Tensor], group: list[int], at: int) -> list[list[int]]:
-    """Rows that have the same tokens up to an offset, parted if their labels there differ."""
-    labels = {row: int(rows[row][at, 1]) for row in group}
-    if len({*labels.values()} - {IGNORE_INDEX}) < 2:
-        return [group]
-    found: dict[int, list[int]] = {}
-    ended = [row for row in group if labels[row] == IGNORE_INDEX and len(rows[row]) == at + 1]
-    for row in group:
-        if row not in ended:
-            is_masked = labels[row] == IGNORE_INDEX
-            key = int(rows[row][at + 1, 0]) if is_masked else labels[row]
-            found.setdefault(key, []).append(row)
-    first, *others = found.values()
-    return [first + ended, *others]
 
 
 def token_bounds(table: Tensor, total_tokens: int) -> tuple[Tensor, Tensor]:

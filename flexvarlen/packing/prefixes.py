@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from flexvarlen.layout.arguments import as_int, checked_sizes, integers, require_tensor
+from flexvarlen.layout.arguments import as_int, checked_sizes, int64s, require_tensor
 from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.segments import PrefixTree
+from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.packing.collator import pad_token_id_of
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING, is_dispatched
 
@@ -88,8 +90,8 @@ def share_prefixes(
     Samples share a token if all tokens up to it are equal, and the labels of their next tokens
     agree; -100 agrees with every label, so that a token may be learned in some of its samples. So
     branches begin at the first token that differs, or, where several of them learn theirs, one
-    token before it. Equal samples share everything, and a sample that others continue is part of
-    the first of them.
+    token before it. Equal samples share everything, and a sample that others continue is the
+    beginning of one of them. A label that is not the token itself sets its sample apart there.
 
     Args:
         samples: token ids, or mappings with `input_ids` and perhaps `labels`, aligned with the
@@ -121,8 +123,8 @@ def share_prefixes(
         raise ValueError("samples must hold at least one sample, got none; pass some.")
     min_tokens, max_depth = _checked(min_tokens, max_depth)
     pad_token_id = pad_token_id_of(None, pad_token_id)
-    pairs = [_with_labels(index, sample) for index, sample in enumerate(samples)]
-    tree = PrefixTree.from_rows(pairs, max_depth=max_depth, min_tokens=min_tokens)
+    rows, learned = zip(*map(_with_labels, range(len(samples)), samples), strict=True)
+    tree = PrefixTree(rows, learned, max_depth=max_depth, min_tokens=min_tokens)
     layout = PackedLayout.from_tree(
         tree.lengths,
         tree.parents,
@@ -132,20 +134,21 @@ def share_prefixes(
         max_seqlen_bound=max_seqlen_bound,
         max_depth=max_depth,
     )
-    paths = tuple(tree.paths())
-    index, (tokens, labels) = torch.cat(paths), torch.cat(pairs).unbind(1)
-    learned, total = labels != IGNORE_INDEX, layout.total_tokens
-    ids, shift_labels = torch.full([total], pad_token_id), torch.full([total], IGNORE_INDEX)
+    paths, total = tuple(tree.paths()), layout.total_tokens
+    (tokens, labels), is_label = np.concatenate(rows).T, np.concatenate(learned)
+    index = torch.cat(paths).numpy()
+    predicting = np.roll(index, 1)[is_label]
+    ids, shift_labels = np.full(total, pad_token_id), np.full(total, IGNORE_INDEX)
     ids[index] = tokens
-    shift_labels[index[learned]] = labels[learned]
-    counts = (x.bincount(minlength=total) for x in (index, index[learned]))
-    row_4T = torch.stack([ids, shift_labels, *counts]).to(device)
-    ids, shift_labels, sample_counts, label_counts = row_4T.split(1)
-    return SharedPrefixes(ids, shift_labels, sample_counts, label_counts, layout, paths)
+    shift_labels[predicting] = labels[is_label]
+    counts = (np.bincount(x, minlength=total) for x in (index, predicting))
+    row_4T = torch.from_numpy(np.stack([ids, shift_labels, *counts])).to(device)
+    ids_1T, labels_1T, sample_counts, label_counts = row_4T.split(1)
+    return SharedPrefixes(ids_1T, labels_1T, sample_counts, label_counts, layout, paths)
 
 
-def _with_labels(index: int, sample: Sample) -> Tensor:
-    """int64 `[L, 2]`: each token, and the label of the next."""
+def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """int64 `[L, 2]`, each token and its label, itself where none is learned; and where one is."""
     given = sample if isinstance(sample, Mapping) else {"input_ids": sample}
     others = [name for name in given if name not in ("input_ids", "labels")]
     if others or "input_ids" not in given:
@@ -154,21 +157,23 @@ def _with_labels(index: int, sample: Sample) -> Tensor:
             f"{', '.join(given)} at index {index}; set labels to -100 where nothing is learned, "
             "and drop the others."
         )
-    ids = integers(f"input_ids of sample {index}", given["input_ids"], _IDS)
+    ids = int64s(f"input_ids of sample {index}", given["input_ids"], _IDS)
     labels = ids
     if given.get("labels") is not None:
-        labels = integers(f"labels of sample {index}", given["labels"], _IDS)
-    if min(ids, default=0) < 0:
+        labels = int64s(f"labels of sample {index}", given["labels"], _IDS)
+    if ids.min(initial=0) < 0:
         raise ValueError(
-            f"input_ids of sample {index} must be at least 0, got {min(ids)}; fix it (labels are "
+            f"input_ids of sample {index} must be at least 0, got {ids.min()}; fix it (labels are "
             "what is -100 where nothing is learned)."
         )
-    if not ids or len(labels) != len(ids):
+    if not len(ids) or len(labels) != len(ids):
         raise ValueError(
             "a sample must have tokens, and as many labels, got "
             f"{len(ids)} and {len(labels)} at index {index}; drop or fix it."
         )
-    return torch.tensor([ids, [*labels[1:], IGNORE_INDEX]]).T.contiguous()
+    learned = labels != IGNORE_INDEX
+    learned[0] = False  # no token predicts the first
+    return np.stack([ids, np.where(learned, labels, ids)], axis=1), learned
 
 
 def _checked(min_tokens: int, max_depth: int | None) -> tuple[int, int | None]:

@@ -10,19 +10,18 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.labels import unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.segments import PrefixTree
+from flexvarlen.layout.prefix_tree import PrefixTree
 
 MIN_SHARED_TOKENS = 32
 """A shorter prefix is not shared: it saves less than a deeper tree costs."""
-
-COMPARED_AT_ONCE = 2**26
-"""Pairs of tokens that are compared at once, at least those of one row. Each takes three bytes."""
 
 
 @dataclass(eq=False)
@@ -32,7 +31,7 @@ class PaddedBatch:
     Attributes:
         layout: the documents of the packed row; document i is row i, unless they are trees.
         offsets: int64 `[T]`, where each token of the packed row is in the flattened batch; of a
-            token that rows share, in the first of them. Spare tokens at the end of the packed row,
+            token that rows share, in one of them. Spare tokens at the end of the packed row,
             which belong to no document, have B·S.
         packed_index, real: where rows share tokens, for each token of the flattened batch its
             index in the packed row, int64 `[B·S]`, and whether it is real, bool `[B·S]`; else None.
@@ -194,16 +193,16 @@ def share_prefixes_of_rows(
         inputs: the base model's arguments. Nothing is shared if there are embeddings among them.
         multiple_of: T is rounded up to a multiple of this.
 
-    Compares all pairs of rows, in B·B·S steps on the device, which it reads once.
+    Searched on the host: reads the device once.
     """
     batch = padded.batch
     of_tokens = padded.inputs_of_tokens(inputs).values()
     if any(x.ndim > 2 or x.is_floating_point() for x in of_tokens):
         return padded
     real = padded.to_batch(torch.ones_like(padded.offsets, dtype=torch.bool)[None])
-    common = _common_tokens([x for x in of_tokens if len(x) == batch], real).tolist()
-    lengths = [common[row][row] for row in range(batch)]
-    tree = _tree_of(common)
+    rows = _rows_of([x for x in of_tokens if len(x) == batch], real)
+    lengths = [len(row) for row in rows]
+    tree = PrefixTree(rows, min_tokens=MIN_SHARED_TOKENS)
     tokens = sum(tree.lengths)
     if tokens == sum(lengths):
         return padded
@@ -233,44 +232,18 @@ def share_prefixes_of_rows(
     )
 
 
-def _tree_of(common: list[list[int]]) -> PrefixTree:
-    """The tree of rows, of which `common` has how many leading tokens each two share."""
-    lengths = [common[row][row] for row in range(len(common))]
-
-    def parts_at(group: list[int], _: int) -> int:
-        longest = max(group, key=lengths.__getitem__)
-        shared = (common[longest][row] for row in group if common[longest][row] < lengths[row])
-        return min(shared, default=lengths[longest])
-
-    def branches(group: list[int], at: int) -> list[list[int]]:
-        found: dict[int, list[int]] = {}
-        for row in group:  # the first row that shares the token stands for all that do
-            first = next(x for x, shared in enumerate(common[row]) if shared > at)
-            found.setdefault(first, []).append(row)
-        return list(found.values())
-
-    return PrefixTree(lengths, parts_at, branches, min_tokens=MIN_SHARED_TOKENS)
-
-
-def _common_tokens(inputs: list[Tensor], real: Tensor) -> Tensor:
-    """int64 `[B, B]`; `[i, j]`: how many leading tokens of row i row j has at the same offsets.
-
-    It is 0 or less where the rows begin at different offsets.
+def _rows_of(inputs: list[Tensor], real: Tensor) -> list[NDArray[np.int64]]:
+    """int64 `[L, C]` on the host, of each row: its tokens' offsets in the batch, and their inputs.
 
     Args:
-        inputs: `[B, S]`, all of which must be equal.
+        inputs: `[B, S]`.
         real: bool `[B, S]`, False at padding, which is before and after a row's tokens.
     """
-    first, lengths = real.int().argmax(1, keepdim=True), real.sum(1, keepdim=True)
-    counts, step = [], max(1, COMPARED_AT_ONCE // real.numel())
-    for start in range(0, len(real), step):
-        rows = slice(start, start + step)
-        differ = real[rows, None] != real
-        for x in inputs:
-            differ |= (x[rows, None] != x) & real
-        end = torch.nn.functional.pad(differ.view(torch.uint8), (0, 1), value=1).argmax(2)
-        counts.append((end - first[rows]).minimum(lengths[rows]))
-    return torch.cat(counts)
+    offsets = torch.arange(real.shape[1], device=real.device).expand_as(real)
+    columns = torch.stack([real, offsets, *inputs], dim=2).long().cpu().numpy()
+    is_real = columns[:, :, 0] > 0
+    starts, lengths = is_real.argmax(1), is_real.sum(1)
+    return [row[a : a + n] for row, a, n in zip(columns, starts, lengths, strict=True)]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -90,8 +90,8 @@ MUTATIONS = (
     Mutation(
         "unpad: rows share tokens whose other inputs differ",
         "patches/batch/padded_batch.py",
-        "for x in inputs:",
-        "for x in inputs[:1]:",
+        "torch.stack([real, offsets, *inputs], dim=2)",
+        "torch.stack([real, offsets, *inputs[:1]], dim=2)",
         "tests/patches/forward/test_share_prefixes.py",
     ),
     Mutation(

@@ -111,6 +111,15 @@ def test_the_loss_is_that_of_the_samples(samples):
     torch.testing.assert_close(fv.tree_loss(logits, labels, counts, 7), losses / 7)
 
 
+def test_labels_that_are_not_the_tokens_themselves():
+    samples = [{"input_ids": [1, 2, 3], "labels": [-100, label, 3]} for label in (2, 7, 7, -100)]
+    shared = fv.share_prefixes(samples)
+    for sample, labels in zip(samples, shared.unfold(shared.shift_labels), strict=True):
+        assert labels.tolist() == [max(2, sample["labels"][1]), 3, -100]
+    assert shared.input_ids.tolist() == [[1, 2, 3, 1, 2, 3]]
+    assert shared.label_counts.tolist() == [[1, 2, 0, 2, 2, 0]]
+
+
 def test_a_group_of_answers():
     prompt = list(range(10, 20))
     shared = fv.share_prefixes([[*prompt, 1, 2], [*prompt, 3], [*prompt, 1, 4]])
@@ -170,8 +179,20 @@ def test_groups_that_can_be_read_once(once):
     assert torch.equal(made.input_ids, collate([group])["input_ids"])
 
 
-@pytest.mark.parametrize("features", [[torch.tensor([1, 2])], [{"input_ids": [1, 2]}], [[1, 2]]])
-def test_samples_of_each_kind(features):
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [1, 2],
+        (1, 2),
+        [np.int64(1), 2],
+        torch.tensor([1, 2], dtype=torch.int32),
+        np.array([1, 2], np.uint16),
+        np.array([1, 2, 9])[:2],
+    ],
+)
+@pytest.mark.parametrize("in_mapping", [False, True])
+def test_samples_of_each_kind(ids, in_mapping):
+    features = [{"input_ids": ids, "labels": ids} if in_mapping else ids]
     assert fv.TreeCollator()(features)["input_ids"].tolist() == [[1, 2]]
     assert fv.TreeCollator()([features, features])["sample_counts"].tolist() == [[2, 2]]
 
@@ -183,6 +204,11 @@ def test_what_raises():
         fv.share_prefixes([[1, 2]], min_tokens=0)
     for samples, words in (
         ([[None]], "input_ids of sample 0 must be integers, got None"),
+        ([[1, 2.0]], "input_ids of sample 0 must be integers, got 2.0 at index 1"),
+        ([[True, False]], "input_ids of sample 0 must be integers, got True"),
+        ([np.array([1.0])], "input_ids of sample 0 must be integers, got"),
+        ([torch.ones(2, dtype=torch.bool)], "input_ids of sample 0 must be integers, got True"),
+        ([{"input_ids": [1], "labels": ["a"]}], "labels of sample 0 must be integers, got 'a'"),
         ([[1], [2, -1]], "input_ids of sample 1 must be at least 0, got -1"),
         ([1, 2], "input_ids of sample 0 must be a list"),
         ("ab", "samples must be a list of samples, got str"),
