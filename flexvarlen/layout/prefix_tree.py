@@ -131,7 +131,9 @@ def _common_tokens(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
 def _parts(group: list[_Leaf]) -> tuple[int, list[list[_Leaf]]]:
     """Where the rows of sorted leaves part, and the branches; of one leaf its end, and none.
 
-    Branches are in the order of their first rows.
+    The branch with the most leaves comes first, and equals in the order of their first rows: along
+    a conversation, of which each turn leaves a branch, the keys of a token then lie close together,
+    and attention computes fewer blocks that it sees in part.
     """
     *others, last = group
     if not others:
@@ -143,6 +145,6 @@ def _parts(group: list[_Leaf]) -> tuple[int, list[list[_Leaf]]]:
         if leaf.shared == at:
             branches.append([])
     branches[-1].append(last)
-    branches.sort(key=lambda branch: min(min(leaf.rows) for leaf in branch))
+    branches.sort(key=lambda branch: (-len(branch), min(min(leaf.rows) for leaf in branch)))
     learning = sum(any(leaf.learned[at] for leaf in branch) for branch in branches)
     return at - (learning > 1), branches

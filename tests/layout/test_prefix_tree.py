@@ -89,10 +89,18 @@ def test_rows_that_share_little_still_share_among_themselves():
     assert tree_of(texts, max_depth=2)[0].parents == [-1, 0, 0, 0, 0]
 
 
-def test_branches_come_in_the_order_of_their_first_rows():
-    tree, _ = tree_of([[(x, False) for x in row] for row in ([9, 5], [3], [9, 4], [1], [3, 2])])
-    assert [row for row, _, _ in tree.pieces] == [2, 0, 2, 4, 3]
-    assert tree.ends == [1, 3, 2, 4, 3]
+def test_large_branches_come_before_small_ones_and_equals_in_the_order_of_their_first_rows():
+    tree, _ = tree_of([[(x, False) for x in row] for row in ([7], [9, 5], [3], [9, 4], [3, 2])])
+    assert tree.parents == [-1, 0, 0, -1, -1]
+    assert tree.ends == [3, 1, 4, 2, 4]
+
+
+def test_a_conversation_is_one_run_of_keys_behind_which_its_turns_branch_off():
+    conversation = [(x, False) for x in range(30)]
+    turns = [conversation[:n] + [(99, True)] * 5 for n in (10, 20, 30)]
+    tree, _ = tree_of(turns)
+    assert tree.lengths == [10, 10, 5, 15, 5]
+    assert tree.parents == [-1, 0, 1, 1, 0]
 
 
 def test_rows_that_each_continue_the_last():
