@@ -31,6 +31,7 @@ ON_A_GPU = Options(torch.device("cuda"))
 CASES = {case.name: case for case in SUITE.cases(QUICK)}
 LEVELS = CASES["qwen3-tiny-attention-16-2x8-2x8"]
 CHAIN = CASES["qwen3.5-tiny-eager-chain-8-1x6"]
+AGENTS = CASES["qwen3-tiny-eager-agents-24-4x15"]
 RAGGED = CASES["qwen3.5-tiny-eager-ragged-24-4x8"]
 
 
@@ -70,16 +71,13 @@ def test_times_ideal_is_the_time_over_that_of_the_same_work_at_the_baselines_rat
         assert repeated["times_ideal"] == 1
 
 
-def test_documents_laid_out_as_trees_are_a_layout_without_segments():
-    assert TreeInputs.of(CASES["qwen3-tiny-plain-8"], CPU).layout().segments is None
-
-
 def test_the_tables_have_every_kind_and_the_speedup(records):
     text = SUITE.section(records)
     assert text.count("**") == 2 * len({r.case["kind"] for r in records})
     assert "| 2 × (24 + 4 × 8) | `repeated:sdpa` |" in text
-    assert "| 16 × 8 | `auto` (sdpa) |" in text
+    assert "| 24 + 2 rollouts of 4 turns | `repeated:transformers:sdpa` |" in text
     assert text.count("| speedup |") == len(STEPS)
+    assert text.count("| speedup over transformers |") == 1
     wrong = replace(records[0], status="wrong", reason="outputs: too far")
     assert "(1) wrong: outputs: too far" in SUITE.section([wrong, *records[1:]])
 
@@ -91,7 +89,7 @@ def test_the_page_has_a_line_for_each_shape_with_the_gain_of_each_step(records):
         for r in records
         if r.case["levels"] == [[1, 24], [4, 8]] and r.case["kind"] in ("eager", "compiled")
     }
-    first, second = table.lines
+    first, second, agents, paths = table.lines
     assert [first[0], second[0]] == ["2 × (24 + 4 × 8)", "2 × (16 + 2 × (8 + 2 × 8))"]
     shown = dict(zip(table.header, first, strict=True))
     for kind in ("eager", "compiled"):
@@ -99,6 +97,10 @@ def test_the_page_has_a_line_for_each_shape_with_the_gain_of_each_step(records):
         assert shown[f"{kind} speedup"] == f"{expected:.2f}"
     assert float(shown["speedup without loss"]) > 0
     assert re.fullmatch(r"\d+\.\d → \d+\.\d", first[-1])
+    for line in (agents, paths):
+        shown = dict(zip(table.header, line, strict=True))
+        assert float(shown["speedup over transformers"]) > 0
+        assert float(shown["repeated tokens ÷ tokens"]) > 1
     assert SUITE.page_tables([r for r in records if r.case["kind"] == "attention"]) == []
 
 
@@ -178,6 +180,15 @@ def test_labels_are_of_the_answers_alone():
     assert steps.loss.counted == 8 * 7
 
 
+def test_labels_of_agents_are_of_their_turns_alone():
+    tree = AGENTS.tree()
+    row = row_of(tree, torch.zeros(1, sum(tree.lengths), dtype=torch.long), form="agents")
+    has_label = (row.shift_labels[0] != IGNORE_INDEX).split(list(tree.lengths))
+    counts = [int(own.sum()) for own in has_label]
+    leaves = set(range(len(tree.lengths))) - set(tree.parents)
+    assert counts == [x - 1 if i in leaves else 0 for i, x in enumerate(tree.lengths)]
+
+
 # --- recurrent layers ----------------------------------------------------------------------------
 
 
@@ -209,9 +220,9 @@ def test_a_chain_is_timed_beside_its_segments_as_documents(tmp_path):
 
 def test_cases_of_a_gpu_are_rows_of_32768_tokens():
     every = SUITE.cases(ON_A_GPU)
-    cases = [case for case in every if case.geometry == "qwen3-1.7b"]
-    assert len(cases) == 4 + 1 + 3 * 4
-    assert len(every) - len(cases) == 2 * 3 + 1
+    cases = [case for case in every if case.geometry == "qwen3-1.7b" and case.form == "equal"]
+    assert len(cases) == 4 * 4
+    assert len(every) - len(cases) == 2 + 2 * 3 + 1
     for case in cases:
         if case.kind != "memory":
             assert case.tokens == 32_768
@@ -227,6 +238,28 @@ def test_cases_of_a_gpu_are_rows_of_32768_tokens():
         for variant in SUITE.variants(case, ON_A_GPU):
             split_variant(variant)
     assert {len(x.rows(x.tree().paths())) for x in cases if x.kind == "memory"} == {1}
+
+
+def test_agents_and_paths_on_a_gpu():
+    every = (case for case in SUITE.cases(ON_A_GPU) if case.geometry == "qwen3-1.7b")
+    agents, deep = (case for case in every if case.form != "equal")
+    prompt, *others = agents.tree().lengths
+    turns = [x for x, own in zip(others, agents.tree().labelled("agents")[1:], strict=True) if own]
+    assert (prompt, len(turns), len(agents.checked)) == (3000, 96, 4)
+    assert 150 <= min(turns) < max(turns) <= 600
+    for case, ratio in ((agents, 7.05), (deep, 3.85)):
+        paths = case.tree().paths()
+        assert sum(map(len, paths)) / case.tokens == pytest.approx(ratio, abs=0.01)
+        rows = case.rows(paths)
+        assert [path for row in rows for path in row] == paths
+        tokens = [sum(map(len, row)) for row in rows]
+        assert (
+            max(tokens)
+            <= 32_768
+            < min(a + len(b[0]) for a, b in zip(tokens, rows[1:], strict=False))
+        )
+        theirs = "repeated:transformers:flash_attention_3@cu_seq_lens"
+        assert SUITE.variants(case, ON_A_GPU) == ["auto", "repeated:auto", theirs]
 
 
 @pytest.mark.parametrize("case", [c for c in SUITE.cases(ON_A_GPU) if c.kind == "compiled"])

@@ -14,7 +14,7 @@ from torch import Tensor
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase
 from flexvarlen.layout.packed_layout import PackedLayout
 
-Kind = Literal["attention", "plain", "eager", "compiled", "memory"]
+Kind = Literal["attention", "eager", "compiled", "memory"]
 STEPS: tuple[Kind, ...] = ("eager", "compiled", "memory")
 
 REPEATED = "repeated:"
@@ -23,9 +23,9 @@ REPEATED = "repeated:"
 SEGMENTS = "segments:"
 """Begins a variant in which every segment is a document of its own: as many tokens, no trees."""
 
-Form = Literal["equal", "ragged", "chain"]
-"""Trees that are alike; trees whose segments have between half and 1.5 times as many tokens; one
-tree in which each root but the first continues the one before it."""
+Form = Literal["equal", "ragged", "paths", "chain", "agents"]
+"""Trees that are alike; `Tree.ragged`; `Tree.uneven`, of which all tokens are learned; one tree in
+which each root but the first continues the one before it; `Tree.of_agents`."""
 
 Shape = tuple[tuple[int, int], ...]
 """For each level of a tree, how many segments continue each one above, and their tokens."""
@@ -60,12 +60,41 @@ class Tree:
         lengths, parents = zip(*segments, strict=True)
         return cls(lengths, parents)
 
+    @classmethod
+    def of_agents(cls, levels: Shape, rollouts: int, seed: int) -> Tree:
+        """Rollouts of one task, of which each turn is a leaf, as `share_prefixes` lays them out.
+
+        A turn has between 0.4 and 1.6 times the tokens of the last level. The turns behind it see
+        the half of it that is not reasoning, in a segment with a tool's answer of 50 to 300 tokens
+        for each 375 of that level.
+
+        >>> Tree.of_agents(((1, 5), (3, 3)), rollouts=1, seed=0).parents
+        (-1, 0, 1, 2, 1, 0)
+        """
+        (_, prompt), (turns, tokens) = levels
+        draw, segments = random.Random(seed).randint, [(prompt, -1)]
+        for _ in range(rollouts):
+            of_turns = [draw(tokens * 2 // 5, tokens * 8 // 5) for _ in range(turns)]
+            above = [0, *range(len(segments), len(segments) + turns - 1)]
+            for length, parent in zip(of_turns[:-1], above, strict=False):
+                answer = draw(tokens * 2 // 15, tokens * 4 // 5)
+                segments.append((length - length // 2 + answer, parent))
+            segments += reversed(list(zip(of_turns, above, strict=True)))
+        lengths, parents = zip(*segments, strict=True)
+        return cls(lengths, parents)
+
     def ragged(self, seed: int) -> Tree:
         """The same trees, of about as many tokens, no more: segments of very different lengths."""
         draw = random.Random(seed).randint
         drawn = [draw(x - x // 2, x + x // 2) for x in self.lengths]
         share = sum(self.lengths) / sum(drawn)
         return Tree(tuple(int(x * share) for x in drawn), self.parents)
+
+    def uneven(self, seed: int) -> Tree:
+        """The same, the tokens of each segment below a root between 0.6 and 1.4 times as many."""
+        draw, segments = random.Random(seed).randint, zip(self.lengths, self.parents, strict=True)
+        lengths = (x if parent < 0 else draw(x * 3 // 5, x * 7 // 5) for x, parent in segments)
+        return Tree(tuple(lengths), self.parents)
 
     def chained(self) -> Tree:
         """One tree of these, each root a child of the root before it.
@@ -87,6 +116,12 @@ class Tree:
     def paths(self) -> list[Tensor]:
         """int64 `[L]` on the host: the tokens of each sample, from its root to its leaf."""
         return list(PackedLayout.from_tree(self.lengths, self.parents).paths())
+
+    def labelled(self, form: Form) -> list[bool]:
+        """Which segments are learned: the turns of agents; all of paths; else all but roots."""
+        if form == "agents":
+            return [segment not in self.parents for segment in range(len(self.parents))]
+        return [parent >= 0 or form == "paths" for parent in self.parents]
 
     def counts(self) -> Tensor:
         """int64 `[T]` on the host: the number of samples that share each token."""
@@ -133,9 +168,13 @@ class TreeCase(GeometryCase):
 
     @property
     def checked(self) -> Sequence[int]:
-        """The samples that are compared with the reference: those of the last tree."""
+        """The samples that are compared with the reference: those of the last tree.
+
+        Of agents every third turn of the last rollout, as all would take half a minute.
+        """
         every = range(self.samples)
-        return every if self.form == "chain" else every[-(self.samples // self.groups) :]
+        last = every if self.form == "chain" else every[-(self.samples // self.groups) :]
+        return last[::3] if self.form == "agents" else last
 
     @property
     def tokens(self) -> int:
@@ -143,14 +182,23 @@ class TreeCase(GeometryCase):
 
     def tree(self, index: int = 0) -> Tree:
         """The row; other indices have as many tokens in other answers."""
+        if self.form == "agents":
+            return Tree.of_agents(self.levels, self.groups, self.seed)
         step = max(1, self.levels[-1][1] // (2 + 2 * self.other_trees))
         tree = Tree.of(self.levels, self.groups, index * step)
+        if self.form == "paths":
+            return tree.uneven(self.seed)
         if self.form == "ragged":
             return tree.ragged(self.seed)
         return tree.chained() if self.form == "chain" else tree
 
     def rows(self, paths: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """The paths of the samples, row by row: as many as fit; in steps equally many."""
+        """The paths of the samples, row by row: as many as fit; in steps equally many.
+
+        Of samples that differ in length, each row is filled before the next one begins.
+        """
+        if self.form in ("paths", "agents"):
+            return self._filled(paths)
 
         def split(count: int) -> list[Sequence[Tensor]]:
             return [paths[first : first + count] for first in range(0, len(paths), count)]
@@ -163,6 +211,16 @@ class TreeCase(GeometryCase):
             if all(sum(map(len, row)) <= self.max_row_tokens for row in rows):
                 found = rows
         return found
+
+    def _filled(self, paths: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+        rows: list[Sequence[Tensor]] = []
+        row: list[Tensor] = []
+        for path in paths:
+            if row and sum(map(len, [*row, path])) > self.max_row_tokens:
+                rows.append(row)
+                row = []
+            row.append(path)
+        return [*rows, row]
 
     def data(self) -> dict[str, Any]:
         sizes = {"samples": self.samples, "tokens": self.tokens, "heads": list(self.heads)}

@@ -8,9 +8,10 @@ Of a chain of segments, the segments too: each a document of its own, in a row o
 with the same labels, compared with each of them alone in fp64.
 
 A step's loss is that of the answers: cross-entropy of each next token inside a segment below a
-root. The first token of such a segment is not predicted: the segment above goes on in several ways.
-`head_ms` is what the loss and its gradient take of a step. Recurrent layers of the reference run in
-plain torch, in fp64.
+root, of agents inside a turn, of paths inside any segment. The first token of such a segment is not
+predicted: the segment above goes on in several ways. `head_ms` is what the loss and its gradient
+take of a step, and `prefixes_ms` what `share_prefixes` takes of the host to find the trees in lists
+of token ids. Recurrent layers of the reference run in plain torch, in fp64.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.attention.engine import measure_attention
 from flexvarlen.bench.suites.attention.inputs import Inputs, serial
 from flexvarlen.bench.suites.attention.packed import packed_calls
-from flexvarlen.bench.suites.model.tree_cases import REPEATED, SEGMENTS, Tree, TreeCase
+from flexvarlen.bench.suites.model.tree_cases import REPEATED, SEGMENTS, Form, Tree, TreeCase
 from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.mask.document_mask import DocumentMask
@@ -191,7 +192,7 @@ class TreeSteps(Experiment):
         super().__init__(
             model,
             [
-                row_of(case.tree(index), ids, of_segments=of_segments)
+                row_of(case.tree(index), ids, form=case.form, of_segments=of_segments)
                 for index in range(1 + case.other_trees)
             ],
             documents=None if of_segments else case.checked,
@@ -210,6 +211,8 @@ class TreeSteps(Experiment):
         checked = self.checked(variant, batching)
         head_ms = self.head_ms(self.forwards(variant, batching, self.row))
         checked.measures |= {"attends": took, "head_ms": head_ms}
+        if batching == "packed":
+            checked.measures["prefixes_ms"] = prefixes_ms(self.row)
         checked.conclude = lambda ms: {"samples_per_s": self.case.samples / (ms / 1e3)}
         return checked
 
@@ -262,12 +265,15 @@ class TreeSteps(Experiment):
         }
 
 
-def row_of(tree: Tree, ids: Tensor, *, of_segments: bool = False) -> TreeBatch:
-    """A row of trees; each token of a segment below a root is labelled with the next.
+def row_of(
+    tree: Tree, ids: Tensor, *, form: Form = "equal", of_segments: bool = False
+) -> TreeBatch:
+    """A row of trees; each token of a segment that is learned is labelled with the next.
 
     Args:
         tree: the segments.
         ids: int64 `[1, T]`.
+        form: of the tree; see `Tree.labelled`.
         of_segments: whether none continues another, with the same labels.
     """
     laid_out = Tree(tree.lengths, (-1,) * len(tree.parents)) if of_segments else tree
@@ -279,9 +285,20 @@ def row_of(tree: Tree, ids: Tensor, *, of_segments: bool = False) -> TreeBatch:
         max_seqlen_bound=min(round_up_to_power_of_two(laid_out.longest()), ids.shape[1]),
     )
     labels = PackedBatch(ids, tree.lengths).next_tokens()
-    is_root = torch.tensor(tree.parents) < 0
-    labels[0, is_root.repeat_interleave(torch.tensor(tree.lengths))] = IGNORE_INDEX
+    is_labelled = torch.tensor(tree.labelled(form)).repeat_interleave(torch.tensor(tree.lengths))
+    labels[0, ~is_labelled] = IGNORE_INDEX
     return TreeBatch(ids, layout, labels, laid_out.counts()[None].to(ids.device))
+
+
+def prefixes_ms(row: Row) -> float:
+    """Milliseconds of `share_prefixes` on the samples of a row as lists, the least of five."""
+    ids, labels = row.input_ids[0].cpu(), row.next_tokens()[0].cpu()
+    samples = [
+        {"input_ids": ids[path].tolist(), "labels": [IGNORE_INDEX, *labels[path[:-1]].tolist()]}
+        for path in row.paths
+    ]
+    share = partial(fv.share_prefixes, samples)
+    return 1e3 * min(wall_seconds(share, torch.device("cpu")) for _ in range(5))
 
 
 def split_variant(name: str) -> tuple[str, str]:

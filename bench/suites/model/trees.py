@@ -1,11 +1,11 @@
 """Suite "trees": samples that share their prompts as trees, beside the same samples repeated.
 
-"attention" is that of one layer, forward and backward; "plain" is the same of documents that
-`from_tree` lays out as `from_lengths` does. "eager", "compiled" and "memory" are steps of a model,
-the last on one group in one row. A model with recurrent layers takes the first two shapes, the same
-ragged, and a chain of 12 segments, each of which an answer continues too. Every variant is compared
-with samples alone in fp64, and what is wrong is not timed. The suite "mask-build" times the masks
-of trees.
+"attention" is that of one layer, forward and backward. "eager", "compiled" and "memory" are steps
+of a model, the last on one group in one row. Agents, and paths of four levels, are also timed
+beside transformers' own FlashAttention-3 on the same samples repeated. A model with recurrent
+layers takes the first two shapes, the same ragged, and a chain of 12 segments, each of which an
+answer continues too. Every variant is compared with samples alone in fp64, and what is wrong is not
+timed. The suite "mask-build" times the masks of trees.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from flexvarlen.report.records import Record, by_machine, commits_of, ran_on, re
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Findings, Options, Suite
 from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
+from flexvarlen.verify.experiment.variant import THEIRS
 
 ROW_TOKENS, QUICK_TOKENS = 32_768, 128
 SHAPES: tuple[Shape, ...] = (
@@ -48,9 +49,14 @@ SHAPES: tuple[Shape, ...] = (
     ((1, 2048), (4, 512), (4, 256)),
 )
 QUICK_SHAPES: tuple[Shape, ...] = (((1, 24), (4, 8)), ((1, 16), (2, 8), (2, 8)))
+AGENTS: Shape = ((1, 3000), (12, 375))
+QUICK_AGENTS: Shape = ((1, 24), (4, 15))
+PATHS: Shape = ((1, 1500), (2, 500), (2, 500), (4, 500))
+QUICK_PATHS: Shape = ((1, 16), (2, 8), (2, 8), (2, 8))
 CHAIN: Shape = ((1, 800), (1, 600))
 QUICK_CHAIN: Shape = ((1, 8), (1, 6))
-CHAINED, QUICK_CHAINED = 12, 4
+GROUPS: dict[Form, int] = {"agents": 8, "chain": 12}
+QUICK_GROUPS: dict[Form, int] = {"agents": 2, "chain": 4}
 DENSE, HYBRID = "qwen3-1.7b", "qwen3.5-2b"
 LAYERS = {DENSE: 14, HYBRID: 12}
 OTHER_TREES = {DENSE: 5, HYBRID: 20}
@@ -65,20 +71,21 @@ class Trees(Suite[TreeCase]):
 
     def cases(self, options: Options) -> Sequence[TreeCase]:
         shapes = QUICK_SHAPES if options.is_small else SHAPES
-        document = (QUICK_TOKENS if options.is_small else ROW_TOKENS) // 16
         return [
             *(_case("attention", levels, options) for levels in shapes),
-            _case("plain", ((1, document),), options),
             *(_case(kind, levels, options) for kind in STEPS for levels in shapes),
+            _case("eager", QUICK_AGENTS if options.is_small else AGENTS, options, form="agents"),
+            _case("eager", QUICK_PATHS if options.is_small else PATHS, options, form="paths"),
             *_hybrids(options),
         ]
 
     def variants(self, case: TreeCase, options: Options) -> Sequence[str]:
         if case.kind in STEPS:
-            return ("auto", f"{SEGMENTS if case.form == 'chain' else REPEATED}auto")
+            names = ["auto", f"{SEGMENTS if case.form == 'chain' else REPEATED}auto"]
+            if case.form in ("agents", "paths"):
+                names.append(REPEATED + _theirs(options))
+            return names
         kernel = _kernel(options)
-        if case.kind == "plain":
-            return (f"{REPEATED}{kernel}", kernel, f"{REPEATED}auto", "auto")
         others = ("fa2", "varlen", "fa4", "flex", "flex_fa4") if options.on_gpu else ("reference",)
         return (f"{REPEATED}{kernel}", kernel, *others, "auto")
 
@@ -115,6 +122,12 @@ def _kernel(options: Options) -> str:
     return "fa3" if options.on_gpu else "sdpa"
 
 
+def _theirs(options: Options) -> str:
+    """transformers' own attention, in its fast form."""
+    kernel = "flash_attention_3@cu_seq_lens" if options.on_gpu else "sdpa"
+    return THEIRS + kernel
+
+
 def _hybrids(options: Options) -> list[TreeCase]:
     """Steps of a model with recurrent layers."""
     shapes = QUICK_SHAPES[:1] if options.is_small else SHAPES[:2]
@@ -138,8 +151,7 @@ def _case(
     small, compiled = options.is_small, kind == "compiled"
     tokens = QUICK_TOKENS if small else ROW_TOKENS
     groups = max(1, tokens // sum(Tree.of(levels, 1).lengths))
-    if form == "chain":
-        groups = QUICK_CHAINED if small else CHAINED
+    groups = (QUICK_GROUPS if small else GROUPS).get(form, groups)
     if kind == "memory":
         groups, tokens = 1, sum(map(len, Tree.of(levels, 1).paths()))
     return TreeCase(
@@ -180,9 +192,11 @@ def _table(records: Sequence[Record]) -> Table:
         number("× ideal", "times_ideal", ".2f"),
         number("samples per second", "samples_per_s", ",.1f"),
         Column("speedup", lambda r: _speedup(r, records)),
+        _over_transformers(records),
         *_without_head(records),
         number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
         number("tokens of a row", "row_tokens", ",.0f"),
+        number("ms to find the trees", "prefixes_ms", ".0f"),
         *([number("peak GiB", "peak_mib", ".1f", 1 / 1024)] if has_equal_rows else []),
         number("error ÷ allowed", "error_over_allowed", ".2f"),
         number("graph breaks", "graph_breaks", ".0f"),
@@ -219,6 +233,8 @@ def _page_table(records: Sequence[Record]) -> Table:
         Column("trees", _shape),
         number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
         gain("eager"),
+        _over_transformers(eager),
+        number("ms to find the trees", "prefixes_ms", ".0f"),
         *_without_head(eager),
         gain("compiled"),
         Column("peak GiB of one tree in a row, repeated → shared", peak),
@@ -237,10 +253,13 @@ def _levels(record: Record) -> str:
 def _shape(record: Record) -> str:
     """How often a prompt and what continues it, as in "4 × (4,096 + 8 × 512)"; and its form."""
     (_, root), *others = record.case["levels"]
-    form, text = record.case.get("form", "equal"), ""
-    for count, tokens in reversed([(record.case["groups"], root), *others]):
+    groups, form, text = record.case["groups"], record.case.get("form", "equal"), ""
+    if form == "agents":
+        return f"{root:,} + {groups} rollouts of {others[0][0]} turns"
+    for count, tokens in reversed([(groups, root), *others]):
         text = f"{count} × ({tokens:,} + {text})" if text else f"{count} × {tokens:,}"
-    return {"chain": f"a chain of {text}", "ragged": f"ragged {text}"}.get(form, text)
+    words = {"chain": "a chain of ", "ragged": "ragged ", "paths": "paths, "}
+    return words.get(form, "") + text
 
 
 def _variant(record: Record) -> str:
@@ -258,6 +277,21 @@ def _repeated(record: Record, records: Sequence[Record]) -> Record | None:
     """The same samples repeated."""
     wanted = (REPEATED + record.case["variant"], _shape(record))
     return next((r for r in records if (r.case["variant"], _shape(r)) == wanted), None)
+
+
+def _over_transformers(records: Sequence[Record]) -> Column:
+    """The speedup over transformers' own attention on the same samples repeated."""
+    rates = {
+        _shape(r): value(r, "samples_per_s")
+        for r in records
+        if r.case["variant"].startswith(REPEATED + THEIRS)
+    }
+
+    def speedup(record: Record) -> str:
+        theirs = rates.get(_shape(record)) if record.case["variant"] == "auto" else None
+        return _ratio(value(record, "samples_per_s"), theirs)
+
+    return Column("speedup over transformers", speedup)
 
 
 def _without_head(records: Sequence[Record]) -> list[Column]:
@@ -279,7 +313,6 @@ def _ratio(shared: float | None, repeated: float | None) -> str:
 
 _WHAT = {
     "attention": "attention over trees",
-    "plain": "attention over documents, laid out as trees and, repeated, as documents",
     "eager": "eager step",
     "compiled": "compiled step",
     "memory": "eager step on one group in one row",

@@ -51,7 +51,7 @@ class Sizes:
         each = [row.samples.lengths for row in rows]
         longest = round_up_to_power_of_two(max(map(max, each)))
         capacity = round_up_to_power_of_two(max(map(len, each)))
-        return cls(capacity, min(longest, *map(sum, each)))
+        return cls(capacity, min(longest, max(map(sum, each))))
 
 
 @dataclass(frozen=True)
