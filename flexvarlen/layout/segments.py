@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,11 +125,11 @@ def path_to(segment: int, starts: Sequence[int], parents: Sequence[int]) -> Tens
         starts: the first token of each segment, then the end of the last.
         parents: the index of the segment above each, -1 at a root.
     """
-    pieces = [torch.arange(0, device="cpu")]
+    pieces = [np.arange(0)]
     while segment >= 0:
-        pieces.append(torch.arange(starts[segment], starts[segment + 1], device="cpu"))
+        pieces.append(np.arange(starts[segment], starts[segment + 1]))
         segment = parents[segment]
-    return torch.cat(pieces[::-1])
+    return torch.from_numpy(np.concatenate(pieces[::-1]))
 
 
 def _depths(sizes: list[int], parents: list[int]) -> list[int]:
