@@ -6,14 +6,14 @@
 | `dataset.py` | `PackedDataset`, a dataset of packed rows |
 | `stream.py` | `StreamPacker`, the same of a stream |
 | `examples.py` | what both read of examples, and how they cut them |
-| `chat.py` | `tokenize_chat` makes documents of a chat, with masks of its answers |
+| `chat.py` | `tokenize_chat` makes documents of a chat, `conversation_samples` one of each answer |
 | `collator.py` | `PackedCollator` concatenates documents into one row of fixed shape |
 | `columns.py` | the columns that it takes, as rows of arrays |
 | `sampler.py` | `BalancedSampler` shuffles rows so that attention cost is balanced over ranks |
 | `loader_pass.py` | the state of accelerate's data loader that the sampler and the collators need |
 """
 
-from flexvarlen.packing.chat import tokenize_chat
+from flexvarlen.packing.chat import conversation_samples, tokenize_chat
 from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.packing.dataset import PackedDataset
 from flexvarlen.packing.pack import Piece, efficiency, pack, split_long
@@ -26,6 +26,7 @@ __all__ = [
     "PackedDataset",
     "Piece",
     "StreamPacker",
+    "conversation_samples",
     "efficiency",
     "pack",
     "split_long",

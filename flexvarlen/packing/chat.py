@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any
+
+from flexvarlen.layout.arguments import integers
+from flexvarlen.layout.labels import IGNORE_INDEX
+
+Message = Mapping[str, Any]
 
 _Text = tuple[str, list[range]]
 """A rendered text, and the characters of its answers."""
@@ -14,9 +19,13 @@ _Text = tuple[str, list[range]]
 _MARK = re.compile(r"(\{%[-+]?\s*)(?:end)?generation(\s*[-+]?%\})")
 _SEEN = "\0"  # written where a mark stands; no text holds it
 
+_ADD_MARKS = "put {% generation %} and {% endgeneration %} around answers, with their last tokens"
+ANSWER_IDS, PROMPT_IDS = "token_ids", "prompt_token_ids"  # as in vLLM's responses
+_GIVE_IDS = f"give each answer its {PROMPT_IDS} and {ANSWER_IDS}, or use another template"
+
 
 def tokenize_chat(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any, *, tools: Sequence[Any] | None = None
+    messages: Sequence[Message], tokenizer: Any, *, tools: Sequence[Any] | None = None
 ) -> list[dict[str, list[int]]]:
     """Tokenize a chat by its template; only the assistant's answers are to be learned.
 
@@ -43,24 +52,107 @@ def tokenize_chat(
             "tokenizer must be a fast one, which knows where in a text its tokens are, got "
             f"{type(tokenizer).__name__}; load it by AutoTokenizer, or convert it."
         )
-    render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
+    render, template = _renderer(messages, tokenizer, tools)
+    texts: list[_Text] = []
+    if _MARK.search(template):
+        texts.append(_marked(messages, render, template))
+    else:
+        for turn in _turns(messages):
+            text, answer = _answered(messages, turn, render, _ADD_MARKS)
+            goes_on = texts and text[: answer.start].startswith(texts[-1][0])
+            spans = texts.pop()[1] if goes_on else []
+            texts.append((text, [*spans, answer]))
+    found = [_masked(*text, tokenizer) for text in texts]
+    if not any(any(document["assistant_masks"]) for document in found):
+        raise ValueError(_NO_ANSWER)
+    return found
+
+
+def conversation_samples(
+    messages: Sequence[Message],
+    tokenizer: Any,
+    *,
+    tools: Sequence[Any] | None = None,
+    **template_options: Any,
+) -> list[dict[str, list[int]]]:
+    """What a policy saw and wrote at each of its turns in a recorded conversation.
+
+    A sample is the prompt of a turn, as the chat template writes it (Qwen3's leaves out the
+    reasoning before the last question), and the answer, which alone is learned. An answer is what
+    the template adds to its prompt, without the white space after it; a message before all others
+    answers nothing. `share_prefixes` makes one tree of the samples of all conversations of a task.
+
+    Assistant messages may hold the tokens of the inference engine, under the names of vLLM's
+    responses: `token_ids` of the answer and `prompt_token_ids`. With both, samples are these
+    tokens, and nothing is rendered. With `token_ids` alone the template must reproduce them, as
+    later prompts repeat them.
+
+    Args:
+        messages: mappings with `role`, `content`, and perhaps `reasoning_content`, `tool_calls` and
+            these tokens, which all answers must have, or none.
+        tokenizer: of transformers.
+        tools: what the template may offer to the assistant.
+        template_options: other arguments of the template, such as `enable_thinking`.
+
+    Returns:
+        Samples with `input_ids` and `labels`, one for each answer in order, for `share_prefixes`
+        or `TreeCollator`; labels are aligned with the input_ids, and -100 in prompts.
+
+    Raises:
+        ValueError: there is no answer or no template, or an answer does not continue its prompt,
+            has no end, or has tool calls that no template writes; or the template does not
+            reproduce an answer's tokens (the first difference is named), or some answers have
+            tokens and others have none.
+
+    Example, with the tokens of an engine:
+
+    >>> question = {"role": "user", "content": "2 + 2?"}
+    >>> answer = {"role": "assistant", "prompt_token_ids": [5, 6], "token_ids": [7, 8]}
+    >>> conversation_samples([question, answer], tokenizer=None)
+    [{'input_ids': [5, 6, 7, 8], 'labels': [-100, -100, 7, 8]}]
+    """
+    turns = _turns(messages)
+    if not turns:
+        raise ValueError(_NO_ANSWER)
+    answers = _ids_of(messages, turns, ANSWER_IDS)
+    prompts = _ids_of(messages, turns, PROMPT_IDS)
+    if prompts and not answers:
+        raise ValueError(f"{PROMPT_IDS} must come with {ANSWER_IDS}; give each answer both.")
+    if prompts:
+        pairs = list(zip(prompts, answers, strict=True))
+    else:
+        render, _ = _renderer(messages, tokenizer, tools, **template_options)
+        pairs = [
+            _pair(*_answered(messages, turn, render, _GIVE_IDS), turn, given, tokenizer)
+            for turn, given in zip_longest(turns, answers)
+        ]
+    return [
+        {"input_ids": [*prompt, *answer], "labels": [*[IGNORE_INDEX] * len(prompt), *answer]}
+        for prompt, answer in pairs
+    ]
+
+
+_NO_ANSWER = "messages must hold an answer, of the role 'assistant', got none; leave the chat out."
+
+
+def _renderer(
+    messages: Sequence[Message], tokenizer: Any, tools: Sequence[Any] | None, **options: Any
+) -> tuple[Callable[..., str], str]:
+    """What writes messages as a text, and its template.
+
+    Raises:
+        ValueError: see `tokenize_chat`.
+    """
     template = tokenizer.get_chat_template(tools=tools)
     if "tool_calls" not in template and any(each.get("tool_calls") for each in messages):
         raise ValueError(
             "the chat template must write tool_calls, which else are learned as empty answers; use "
             "one that does, or leave the chat out."
         )
-    has_marks = _MARK.search(template)
-    texts = [_marked(messages, render, template)] if has_marks else _unmarked(messages, render)
-    found = [_masked(*text, tokenizer) for text in texts]
-    if not any(any(document["assistant_masks"]) for document in found):
-        raise ValueError(
-            "messages must hold an answer, of the role 'assistant', got none; leave the chat out."
-        )
-    return found
+    return partial(tokenizer.apply_chat_template, tools=tools, tokenize=False, **options), template
 
 
-def _marked(messages: Sequence[Mapping[str, Any]], render: Any, template: str) -> _Text:
+def _marked(messages: Sequence[Message], render: Callable[..., str], template: str) -> _Text:
     """The text of a chat whose template marks the answers.
 
     The masks of transformers are wrong where an answer begins or ends with a space (the rest of
@@ -72,30 +164,29 @@ def _marked(messages: Sequence[Mapping[str, Any]], render: Any, template: str) -
     return "".join(parts), list(map(range, ends[0::2], ends[1::2]))
 
 
-def _unmarked(messages: Sequence[Mapping[str, Any]], render: Any) -> list[_Text]:
-    """Texts that end with an answer, and where in them the answers are."""
-    texts: list[_Text] = []
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant" or not turn:
-            continue
-        prompt = render(messages[:turn], add_generation_prompt=True)
-        text = render(messages[: turn + 1])
-        if not text.startswith(prompt):
-            raise ValueError(
-                f"the chat template must mark answers, as it writes message {turn} otherwise than "
-                "its prompt begins; put {% generation %} and {% endgeneration %} around them."
-            )
-        answer, content = text[len(prompt) :].rstrip(), message.get("content")
-        if isinstance(content, str) and content.strip() and answer.endswith(content.strip()):
-            raise ValueError(
-                f"the chat template must end message {turn}, or the model learns to answer without "
-                "an end; put {% generation %} and {% endgeneration %} around answers, with the "
-                "token after them."
-            )
-        goes_on = texts and prompt.startswith(texts[-1][0])
-        spans = texts.pop()[1] if goes_on else []
-        texts.append((text, [*spans, range(len(prompt), len(prompt) + len(answer))]))
-    return texts
+def _turns(messages: Sequence[Message]) -> list[int]:
+    """The indices of answers; a message before all others answers nothing."""
+    return [i for i, each in enumerate(messages) if i and each["role"] == "assistant"]
+
+
+def _answered(
+    messages: Sequence[Message], turn: int, render: Callable[..., str], advice: str
+) -> tuple[str, range]:
+    """The text of a chat up to an answer, and where in it the answer is."""
+    prompt = render(messages[:turn], add_generation_prompt=True)
+    text = render(messages[: turn + 1])
+    if not text.startswith(prompt):
+        raise ValueError(
+            f"the chat template must continue the prompt of message {turn}, and writes another; "
+            f"{advice}."
+        )
+    answer, content = text[len(prompt) :].rstrip(), messages[turn].get("content")
+    if isinstance(content, str) and content.strip() and answer.endswith(content.strip()):
+        raise ValueError(
+            f"the chat template must end message {turn}, or the model learns to answer without an "
+            f"end; {advice}."
+        )
+    return text, range(len(prompt), len(prompt) + len(answer))
 
 
 def _masked(text: str, spans: list[range], tokenizer: Any) -> dict[str, list[int]]:
@@ -103,3 +194,46 @@ def _masked(text: str, spans: list[range], tokenizer: Any) -> dict[str, list[int
     offsets = encoded["offset_mapping"]
     mask = [int(any(x < span.stop and span.start < end for span in spans)) for x, end in offsets]
     return {"input_ids": encoded["input_ids"], "assistant_masks": mask}
+
+
+def _ids_of(messages: Sequence[Message], turns: list[int], name: str) -> list[list[int]]:
+    """The recorded tokens of each answer; empty if none has any.
+
+    Raises:
+        ValueError: some have none, or hold no integers.
+    """
+    without = [turn for turn in turns if messages[turn].get(name) is None]
+    if without and len(without) < len(turns):
+        raise ValueError(
+            f"all answers must have {name}, or none, got none in message {without[0]}; record them "
+            "of each answer."
+        )
+    return [] if without else [integers(f"{name} of message {x}", messages[x][name]) for x in turns]
+
+
+def _pair(
+    text: str, answer: range, turn: int, given: list[int] | None, tokenizer: Any
+) -> tuple[list[int], list[int]]:
+    """The tokens of a prompt, apart from what follows as an engine reads it, and of its answer.
+
+    Raises:
+        ValueError: the answer's tokens are given, and the text has others.
+    """
+
+    def tokens(of: str) -> list[int]:
+        return list(tokenizer(of, add_special_tokens=False)["input_ids"])
+
+    prompt = tokens(text[: answer.start])
+    if given is None:
+        return prompt, tokens(text[answer.start : answer.stop])
+    written = tokens(text[: answer.stop])
+    for position, pair in enumerate(zip_longest([*prompt, *given], written)):
+        if pair[0] != pair[1]:
+            seen, other = (
+                "the end" if x is None else f"{tokenizer.decode([x])!r} ({x})" for x in pair
+            )
+            raise ValueError(
+                f"the chat template must reproduce the {ANSWER_IDS} of message {turn}, got {seen} "
+                f"at position {position} of its sample, where it writes {other}; {_GIVE_IDS}."
+            )
+    return prompt, given
