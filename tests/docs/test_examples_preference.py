@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
@@ -19,6 +23,7 @@ from transformers import (
 import flexvarlen as fv
 from flexvarlen.verify.corpus import train_tokenizer
 from tests.docs.conftest import HEADS, ROOT, TINY
+from tests.packing.test_conversations import ROLLOUTS, STRIPS, TOOLS
 
 pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
 
@@ -111,9 +116,43 @@ def test_reward_then_grpo_on_their_own_samples(load, tmp_path, capsys, monkeypat
     assert all(map(fv.is_patched, (trainer.model, trainer.ref_model, *trainer.reward_funcs)))
 
 
-def test_scores_are_those_of_each_document_alone(load):
-    import torch
+def test_grpo_of_recorded_rollouts(load, folder, tmp_path, capsys):
+    """Loss and gradients are those of each turn alone, times the advantage of its rollout."""
+    grpo, tokenizer = load("grpo"), AutoTokenizer.from_pretrained(folder / "tiny")
+    tokenizer.chat_template = STRIPS
+    shutil.copytree(folder / "tiny", tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    lines = [
+        {"task": task, "reward": reward, "messages": messages, "tools": TOOLS}
+        for reward, messages in enumerate(ROLLOUTS)
+        for task in ("a", "b")
+    ]
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    inputs = {"data": tmp_path / "rollouts.jsonl", "model": str(tmp_path / "tiny")}
+    grpo.main(**inputs, **SETTINGS, prompts=1, out=tmp_path / "out")
+    logs = dict(logged(capsys.readouterr().out))
+    assert logs["grad_norm"] > 0
 
+    turns = grpo.turns_of(lines[::2], tokenizer)
+    assert [round(advantage, 2) for _, advantage in turns] == [-1.22] * 3 + [0.0] * 2 + [1.22]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
+    expected = torch.zeros(())
+    for turn, advantage in turns:
+        ids, labels = torch.tensor([turn["input_ids"], turn["labels"]])
+        logits = model(ids[None]).logits[0, :-1]
+        expected = expected + advantage * cross_entropy(logits, labels[1:], reduction="sum")
+    expected = expected / sum(label >= 0 for turn, _ in turns for label in turn["labels"])
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    fv.patch_model(model, "sdpa")
+    found = grpo.RolloutTrainer.compute_loss(None, model, grpo.collate([turns]))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, list(model.parameters())), gradients, strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_scores_are_those_of_each_document_alone(load):
     reward = load("reward")
     tokenizer, model = reward.tokenizer_and_model(None)
     model.config.pad_token_id = tokenizer.pad_token_id
