@@ -7,6 +7,8 @@
 | `stream.py` | `StreamPacker`, the same of a stream |
 | `examples.py` | what both read of examples, and how they cut them |
 | `chat.py` | `tokenize_chat` makes documents of a chat, `conversation_samples` one of each answer |
+| `prefixes.py` | `share_prefixes` and `TreeCollator` make trees of samples |
+| `tree_picture.py` | draws them |
 | `collator.py` | `PackedCollator` concatenates documents into one row of fixed shape |
 | `columns.py` | the columns that it takes, as rows of arrays |
 | `sampler.py` | `BalancedSampler` shuffles rows so that attention cost is balanced over ranks |

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,23 @@ class SharedPrefixes:
                 f"{tuple(x.shape)}; pass what the model returned for batch()."
             )
         return tuple(x_T[path.to(x.device)] for path in self.paths)
+
+    def save_picture(self, path: str | Path, names: Sequence[str] | None = None) -> Path:
+        """Draw the trees as a PNG: a line for each branch, and where each sample ends. Syncs.
+
+        Args:
+            path: output file ending in .png; missing folders are created.
+            names: of the samples; default: their numbers.
+
+        Returns:
+            The path.
+
+        Raises:
+            ValueError: another ending, or another number of names.
+        """
+        from flexvarlen.packing.tree_picture import save_tree_picture
+
+        return save_tree_picture(self, Path(path), names)
 
 
 def share_prefixes(

@@ -56,6 +56,10 @@ def test_tables_are_bounded_by_samples_and_levels(turns, rollouts):
     assert kept(fv.share_prefixes(longer, **sizes).layout) == kept(layout)
 
 
+def test_the_tables_of_20_turns_of_8_rollouts():
+    assert kept(fv.share_prefixes(samples_of(20, 8)).layout) <= 176 * 1024  # as docs/agents.md says
+
+
 def test_a_block_mask_is_as_wide_as_that_of_a_document():
     layout = fv.share_prefixes(samples_of(20, rollouts=8)).layout
     document = fv.PackedLayout.from_lengths([layout.total_tokens])
