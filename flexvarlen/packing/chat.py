@@ -21,6 +21,7 @@ _SEEN = "\0"  # written where a mark stands; no text holds it
 
 _ADD_MARKS = "put {% generation %} and {% endgeneration %} around answers, with their last tokens"
 ANSWER_IDS, PROMPT_IDS = "token_ids", "prompt_token_ids"  # as in vLLM's responses
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # one of these, by template
 _GIVE_IDS = f"give each answer its {PROMPT_IDS} and {ANSWER_IDS}, or use another template"
 
 
@@ -100,8 +101,8 @@ def conversation_samples(
 
     Raises:
         ValueError: there is no answer or no template, or an answer does not continue its prompt,
-            has no end, or has tool calls that no template writes; or the template does not
-            reproduce an answer's tokens (the first difference is named), or some answers have
+            has no end, or has tool calls or reasoning that the template does not write; or it does
+            not reproduce an answer's tokens (the first difference is named), or some answers have
             tokens and others have none.
 
     Example, with the tokens of an engine:
@@ -121,7 +122,8 @@ def conversation_samples(
     if prompts:
         pairs = list(zip(prompts, answers, strict=True))
     else:
-        render, _ = _renderer(messages, tokenizer, tools, **template_options)
+        render, template = _renderer(messages, tokenizer, tools, **template_options)
+        _require_written(_REASONING, messages, template)
         pairs = [
             _pair(*_answered(messages, turn, render, _GIVE_IDS), turn, given, tokenizer)
             for turn, given in zip_longest(turns, answers)
@@ -144,12 +146,19 @@ def _renderer(
         ValueError: see `tokenize_chat`.
     """
     template = tokenizer.get_chat_template(tools=tools)
-    if "tool_calls" not in template and any(each.get("tool_calls") for each in messages):
-        raise ValueError(
-            "the chat template must write tool_calls, which else are learned as empty answers; use "
-            "one that does, or leave the chat out."
-        )
+    _require_written(("tool_calls",), messages, template)
     return partial(tokenizer.apply_chat_template, tools=tools, tokenize=False, **options), template
+
+
+def _require_written(names: Sequence[str], messages: Sequence[Message], template: str) -> None:
+    """Raise ValueError if a message has parts of these names, and the template knows none."""
+    for turn, message in enumerate(messages):
+        given = [name for name in names if message.get(name)]
+        if given and not re.search(rf"\b({'|'.join(given)})\b", template):
+            raise ValueError(
+                f"the chat template must write {given[0]}, without which message {turn} would be "
+                "learned; use one that does (names differ), or leave the chat out."
+            )
 
 
 def _marked(messages: Sequence[Message], render: Callable[..., str], template: str) -> _Text:

@@ -25,7 +25,17 @@ STRIPS = (
 )
 KEEPS = STRIPS.replace(" and loop.last", "")
 TEMPLATES = {"strips": STRIPS, "keeps": KEEPS}
-OF_TRL = ("qwen3", "qwen3_training", "qwen3_5_think", "qwen3_8", "lfm2_2_5", "llama3_1", "gemma4")
+OF_TRL = (
+    "qwen3",
+    "qwen3_training",
+    "qwen3_5_think",
+    "qwen3_8",
+    "lfm2_2_5",
+    "qwen3_instruct_2507",
+    "gemma4",
+)
+THOUGHTS = {"lfm2_2_5": "thinking", "qwen3_instruct_2507": "not written"}
+"""Under which name a template reads reasoning, if it is another."""
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 
 
@@ -89,6 +99,11 @@ def assert_seen(messages, tokenizer, samples):
 def test_a_sample_is_what_the_policy_saw_and_wrote(name):
     tokenizer = tokenizer_with(TEMPLATES.get(name) or template_of_trl(name))
     for messages in ROLLOUTS:
+        thought = THOUGHTS.get(name, "reasoning_content")
+        messages = [
+            {thought if key == "reasoning_content" else key: x for key, x in message.items()}
+            for message in messages
+        ]
         assert_seen(messages, tokenizer, fv.conversation_samples(messages, tokenizer, tools=TOOLS))
 
 
@@ -125,6 +140,13 @@ def test_a_tree_holds_the_turns_of_all_rollouts():
     stripped = samples_of("strips")
     tokens = sum(len(sample["input_ids"]) for sample in stripped)
     assert fv.share_prefixes(stripped).layout.total_tokens < 0.5 * tokens
+
+
+def test_a_collator_takes_the_turns_of_several_rollouts():
+    samples, shared = samples_of("strips"), fv.share_prefixes(samples_of("strips"))
+    batch = fv.TreeCollator(pad_token_id=0)([samples[:3], [samples[3:5], samples[5:]]])
+    assert batch["input_ids"].equal(shared.input_ids)
+    assert batch["label_counts"].equal(shared.label_counts)
 
 
 @cache
@@ -265,6 +287,12 @@ def test_what_is_refused():
         fv.conversation_samples([answer("a greeting"), user("x")], tokenizer)
     with pytest.raises(ValueError, match=r"continue the prompt of message 2.*prompt_token_ids"):
         fv.conversation_samples(ROLLOUTS[2], tokenizer, opening="x")
+    for name in ("reasoning", "thinking"):  # the template reads reasoning_content
+        renamed = [*START, answer("x") | {name: "a thought"}]
+        with pytest.raises(ValueError, match=f"must write {name}, without which message 2"):
+            fv.conversation_samples(renamed, tokenizer)
+        both = [*START, answer("x", "a thought") | {name: "a thought"}]
+        assert fv.conversation_samples(both, tokenizer)
     unended = tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     with pytest.raises(ValueError, match=r"must end message 2.*prompt_token_ids"):
         fv.conversation_samples([*START, {"role": "assistant", "content": "x"}], unended)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flexvarlen as fv
+from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.verify.compare import accuracy, compare
 from flexvarlen.verify.compare.accuracy import reference_of
 from flexvarlen.verify.experiment.tree_batch import TreeBatch, row_from
@@ -93,6 +94,31 @@ def test_sample_of_the_samples_is_enough_of_a_reference(monkeypatch):
 
 def test_forward_alone_needs_no_labels():
     assert measured(train=False)["verdict"] == "right"
+
+
+def turns():
+    """Each learned at its own turn, and seen at the next; one ends where others go on."""
+    found, seen = [], list(range(3, 20))
+    for turn in range(3):
+        answer = [20 + turn, 30 + turn, 40 + turn]
+        labels = [IGNORE_INDEX] * len(seen) + answer
+        found.append({"input_ids": seen + answer, "labels": labels})
+        seen = [*seen, *answer[turn > 0 :], 50 + turn]
+    return found
+
+
+def test_labels_that_are_learned_in_some_samples_alone(monkeypatch):
+    inputs = fv.share_prefixes(turns()).batch()
+    assert set(inputs["label_counts"].unique().tolist()) == {0, 1}
+    assert inputs["sample_counts"].max() == 3
+    assert compare(shared_model("llama"), inputs, "sdpa").verdict("sdpa") == "right"
+    own = TreeBatch.loss_inputs
+
+    def as_often_as_shared(self, labels, counted):
+        return own(self, labels, counted) | {"label_counts": inputs["sample_counts"]}
+
+    monkeypatch.setattr(TreeBatch, "loss_inputs", as_often_as_shared)
+    assert compare(shared_model("llama"), inputs, "sdpa").verdict("sdpa") == "wrong"
 
 
 def test_kernel_that_ignores_branches_leaks(monkeypatch):
