@@ -6,8 +6,8 @@ sampling is transformers' own, with its cache. Each line of `--data` is a JSON o
 "prompt". The reward is the share of distinct words, or a model's score, as from `reward.py`.
 
 Or each line is a recorded rollout of an agent: "messages", "task", "reward", perhaps "tools". Then
-nothing is sampled, and nothing padded: all turns of a task's rollouts are one tree, each weighed by
-the advantage of its rollout, which is its reward compared with the others of the task.
+nothing is sampled or padded, and no other model runs: all turns of a task's rollouts are one tree,
+each weighed by the advantage of its rollout, its reward compared with the others of the task.
 
     accelerate launch examples/grpo.py               # a small Qwen3, on Python's help topics
     accelerate launch examples/grpo.py --model ./my-model --data prompts.jsonl --reward-model reward
@@ -114,8 +114,10 @@ def main(
     on_gpu = torch.cuda.is_available()
     torch.manual_seed(seed)
     name = model or save_small_model(out / "untrained")  # TRL loads the reference from there
-    lines = data.read_text(encoding="utf-8").split("\n") if data else []
-    rows = [json.loads(line) for line in lines if line.strip()] or sample_prompts()
+    rows = sample_prompts()
+    if data is not None:
+        lines = data.read_text(encoding="utf-8").split("\n")
+        rows = [json.loads(line) for line in lines if line.strip()]
     network = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(name)
     args = GRPOConfig(
