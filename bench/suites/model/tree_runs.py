@@ -292,7 +292,7 @@ def row_of(
 
 def prefixes_ms(row: Row) -> float:
     """Milliseconds of `share_prefixes` on the samples of a row as lists, the least of five."""
-    ids, labels = row.input_ids[0].cpu(), row.next_tokens()[0].cpu()
+    ids, labels = row.input_ids[0], row.next_tokens()[0]
     samples = [
         {"input_ids": ids[path].tolist(), "labels": [IGNORE_INDEX, *labels[path[:-1]].tolist()]}
         for path in row.paths
