@@ -1,4 +1,4 @@
-"""examples/dpo.py, reward.py and grpo.py: run, and learn the same with padding and without."""
+"""examples/dpo.py, reward.py, grpo.py: they learn the same with padding and without; agents.py."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def test_reward_then_grpo_on_their_own_samples(load, tmp_path, capsys, monkeypat
     assert all(map(fv.is_patched, (trainer.model, trainer.ref_model, *trainer.reward_funcs)))
 
 
-def test_grpo_of_recorded_rollouts(load, folder, tmp_path, capsys):
+def test_agents_learn_from_recorded_rollouts(load, folder, tmp_path, capsys):
     """Loss and gradients are those of each turn alone, times the advantage of its rollout."""
-    grpo, tokenizer = load("grpo"), AutoTokenizer.from_pretrained(folder / "tiny")
+    agents, tokenizer = load("agents"), AutoTokenizer.from_pretrained(folder / "tiny")
     tokenizer.chat_template = STRIPS
     shutil.copytree(folder / "tiny", tmp_path / "tiny")
     tokenizer.save_pretrained(tmp_path / "tiny")
@@ -129,11 +129,11 @@ def test_grpo_of_recorded_rollouts(load, folder, tmp_path, capsys):
     ]
     (tmp_path / "rollouts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     inputs = {"data": tmp_path / "rollouts.jsonl", "model": str(tmp_path / "tiny")}
-    grpo.main(**inputs, **SETTINGS, prompts=1, out=tmp_path / "out")
+    agents.main(**inputs, backend="sdpa", out=tmp_path / "out")
     logs = dict(logged(capsys.readouterr().out))
     assert logs["grad_norm"] > 0
 
-    turns = grpo.turns_of(lines[::2], tokenizer)
+    turns = agents.read_tasks(inputs["data"], tokenizer)[0]
     assert [round(advantage, 2) for _, advantage in turns] == [-1.22] * 3 + [0.0] * 2 + [1.22]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
     expected = torch.zeros(())
@@ -144,7 +144,7 @@ def test_grpo_of_recorded_rollouts(load, folder, tmp_path, capsys):
     expected = expected / sum(label >= 0 for turn, _ in turns for label in turn["labels"])
     gradients = torch.autograd.grad(expected, list(model.parameters()))
     fv.patch_model(model, "sdpa")
-    found = grpo.RolloutTrainer.compute_loss(None, model, grpo.collate([turns]))
+    found = agents.PolicyGradientTrainer.compute_loss(None, model, agents.collate([turns]))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(
         torch.autograd.grad(found, list(model.parameters())), gradients, strict=True
