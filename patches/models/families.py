@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from flexvarlen.patches.models.unsupported import why_not_supported
 
 _MOE = (
-    "experts see tokens one by one: no leak; their auxiliary loss is over the tokens of a batch by "
-    "design, without padding (no model in transformers has one of each document, `seq_aux_loss`)"
+    "experts see tokens one by one: no leak; their auxiliary loss is that of all real tokens of a "
+    "batch (no model in transformers computes one per document, `seq_aux_loss`)"
 )
 _BY_TYPE = "each layer type gets its own backend and mask"
 _VISION = "rotary positions in time, height and width; a vision tower"
