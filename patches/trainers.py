@@ -34,9 +34,8 @@ def patch_trainer(
     Calls `patch_model(model, unpad=True)` on each transformers model that is an attribute of the
     trainer, or in a list that is one: the policy, its reference, a teacher, reward models. With
     LoRA the policy without its adapter is the reference, and is patched with it. Collators, losses
-    and metrics stay as they are, so losses and gradients are those of the padded run, and so are
-    metrics, except those that read padding: CPO and ORPO log the mean of all logits, OnlineDPO
-    `objective/kl` and others of all tokens of a completion. `generate` runs as before.
+    and metrics stay as they are, so their values and the gradients are those of the padded run, but
+    for metrics that read padding (docs/preference.md names them). `generate` runs as before.
 
     With `share_prefixes` models compute a prefix that rows of a batch share once: the prompt of
     DPO's chosen and rejected answers, and of GRPO's completions. GRPOTrainer and RLOOTrainer, which

@@ -82,6 +82,7 @@ def conversation_samples(
     reasoning before the last question), and the answer, which alone is learned. An answer is what
     the template adds to its prompt, without the white space after it; a message before all others
     answers nothing. `share_prefixes` makes one tree of the samples of all conversations of a task.
+    For fine-tuning on packed rows of whole chats there is `tokenize_chat`.
 
     Assistant messages may hold the tokens of the inference engine, under the names of vLLM's
     responses: `token_ids` of the answer and `prompt_token_ids`. With both, samples are these
@@ -223,7 +224,7 @@ def _ids_of(messages: Sequence[Message], turns: list[int], name: str) -> list[li
 def _pair(
     text: str, answer: range, turn: int, given: list[int] | None, tokenizer: Any
 ) -> tuple[list[int], list[int]]:
-    """The tokens of a prompt, apart from what follows as an engine reads it, and of its answer.
+    """The tokens of a prompt, tokenized by itself as an engine does, and of its answer.
 
     Raises:
         ValueError: the answer's tokens are given, and the text has others.

@@ -109,7 +109,7 @@ def share_prefixes(
     agree; -100 agrees with every label, so that a token may be learned in some of its samples. So
     branches begin at the first token that differs, or, where several of them learn theirs, one
     token before it. Equal samples share everything, and a sample that others continue is the
-    beginning of one of them. A label that is not the token itself sets its sample apart there.
+    beginning of one of them. A label that is not its own token counts as a difference.
 
     Args:
         samples: token ids, or mappings with `input_ids` and perhaps `labels`, aligned with the

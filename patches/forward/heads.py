@@ -207,7 +207,7 @@ def take_loss(module: nn.Module, inputs: dict[str, Any]) -> Callable[[Tensor], T
 def token_weights(parts: ModelParts, layout: PackedLayout, counts: Tensor | None) -> Tensor:
     """int64 `[1, T]`: for how many samples each token counts in a router's loss, 0 at padding.
 
-    As a head's attention_mask: `load_balancing_loss_func` multiplies each token by it.
+    The head gets it as attention_mask, by which `load_balancing_loss_func` multiplies each token.
 
     Args:
         counts: the sample_counts.
