@@ -21,7 +21,7 @@ _SEEN = "\0"  # written where a mark stands; no text holds it
 
 _ADD_MARKS = "put {% generation %} and {% endgeneration %} around answers, with their last tokens"
 ANSWER_IDS, PROMPT_IDS = "token_ids", "prompt_token_ids"  # as in vLLM's responses
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # one of these, by template
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # a template may read one of these
 _GIVE_IDS = f"give each answer its {PROMPT_IDS} and {ANSWER_IDS}, or use another template"
 
 
@@ -46,7 +46,8 @@ def tokenize_chat(
 
     Raises:
         ValueError: the tokenizer is not fast or has no template, or there is no answer, or one does
-            not begin with its prompt, has no end, or has tool calls that no template writes.
+            not begin with its prompt, has no end, or has tool calls, reasoning or content that the
+            template does not write.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
@@ -102,9 +103,9 @@ def conversation_samples(
 
     Raises:
         ValueError: there is no answer or no template, or an answer does not continue its prompt,
-            has no end, or has tool calls or reasoning that the template does not write; or it does
-            not reproduce an answer's tokens (the first difference is named), or some answers have
-            tokens and others have none.
+            has no end, or has tool calls, reasoning or content that the template does not write; or
+            it does not reproduce an answer's tokens (the first difference is named), or some
+            answers have tokens and others have none.
 
     Example, with the tokens of an engine:
 
@@ -123,8 +124,7 @@ def conversation_samples(
     if prompts:
         pairs = list(zip(prompts, answers, strict=True))
     else:
-        render, template = _renderer(messages, tokenizer, tools, **template_options)
-        _require_written(_REASONING, messages, template)
+        render, _ = _renderer(messages, tokenizer, tools, **template_options)
         pairs = [
             _pair(*_answered(messages, turn, render, _GIVE_IDS), turn, given, tokenizer)
             for turn, given in zip_longest(turns, answers)
@@ -147,19 +147,17 @@ def _renderer(
         ValueError: see `tokenize_chat`.
     """
     template = tokenizer.get_chat_template(tools=tools)
-    _require_written(("tool_calls",), messages, template)
+    calls = [turn for turn, message in enumerate(messages) if message.get("tool_calls")]
+    if calls and not re.search(r"\btool_calls\b", template):
+        raise _not_written("tool_calls", calls[0])
     return partial(tokenizer.apply_chat_template, tools=tools, tokenize=False, **options), template
 
 
-def _require_written(names: Sequence[str], messages: Sequence[Message], template: str) -> None:
-    """Raise ValueError if a message has parts of these names, and the template knows none."""
-    for turn, message in enumerate(messages):
-        given = [name for name in names if message.get(name)]
-        if given and not re.search(rf"\b({'|'.join(given)})\b", template):
-            raise ValueError(
-                f"the chat template must write {given[0]}, without which message {turn} would be "
-                "learned; use one that does (names differ), or leave the chat out."
-            )
+def _not_written(name: str, turn: int) -> ValueError:
+    return ValueError(
+        f"the chat template must write {name}, without which message {turn} would be learned; use "
+        "one that does (names differ), or leave the chat out."
+    )
 
 
 def _marked(messages: Sequence[Message], render: Callable[..., str], template: str) -> _Text:
@@ -196,7 +194,17 @@ def _answered(
             f"the chat template must end message {turn}, or the model learns to answer without an "
             f"end; {advice}."
         )
+    for names in (("content",), _REASONING):
+        given = {name: x for name in names if isinstance(x := messages[turn].get(name), str) and x}
+        if given and not any(_writes(text, part, len(prompt)) for part in given.values()):
+            raise _not_written(next(iter(given)), turn)
     return text, range(len(prompt), len(prompt) + len(answer))
+
+
+def _writes(text: str, part: str, start: int) -> bool:
+    """Whether a text holds a part that ends behind `start`, in other white space perhaps."""
+    before, after, own = ("".join(x.split()) for x in (text[:start], text[start:], part))
+    return own in before[max(0, len(before) - len(own) + 1) :] + after
 
 
 def _masked(text: str, spans: list[range], tokenizer: Any) -> dict[str, list[int]]:

@@ -32,7 +32,7 @@ OF_TRL = (
     "qwen3_8",
     "lfm2_2_5",
     "qwen3_instruct_2507",
-    "gemma4",
+    "gemma4_v5",
 )
 THOUGHTS = {"lfm2_2_5": "thinking", "qwen3_instruct_2507": "not written"}
 """Under which name a template reads reasoning, if it is another."""
@@ -287,12 +287,25 @@ def test_what_is_refused():
         fv.conversation_samples([answer("a greeting"), user("x")], tokenizer)
     with pytest.raises(ValueError, match=r"continue the prompt of message 2.*prompt_token_ids"):
         fv.conversation_samples(ROLLOUTS[2], tokenizer, opening="x")
-    for name in ("reasoning", "thinking"):  # the template reads reasoning_content
-        renamed = [*START, answer("x") | {name: "a thought"}]
-        with pytest.raises(ValueError, match=f"must write {name}, without which message 2"):
-            fv.conversation_samples(renamed, tokenizer)
-        both = [*START, answer("x", "a thought") | {name: "a thought"}]
-        assert fv.conversation_samples(both, tokenizer)
     unended = tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     with pytest.raises(ValueError, match=r"must end message 2.*prompt_token_ids"):
         fv.conversation_samples([*START, {"role": "assistant", "content": "x"}], unended)
+
+
+def test_templates_that_leave_out_a_part_of_an_answer():
+    """Gemma 4's first ones wrote reasoning beside tool calls alone, Idefics 3's reads no string."""
+    reasoning = tokenizer_with(
+        STRIPS.replace("{% if m.reasoning", "{% if m.tool_calls and m.reasoning")
+    )
+    content = tokenizer_with(STRIPS.replace("{{ m.content }}", "{{ m.content.text }}"))
+    messages = [*START, answer("reply"), user("thought"), answer("reply", "a thought")]
+    with pytest.raises(ValueError, match="must write reasoning_content, without which message 4"):
+        fv.conversation_samples(messages, reasoning)
+    with pytest.raises(ValueError, match="must write content, without which message 2"):
+        fv.conversation_samples(messages, content)
+    # White space may differ, another name may hold the same, and the prompt may open the reasoning.
+    opens = tokenizer_with(STRIPS.replace("{{ opening or '' }}", "<think>"))
+    also = {"thinking": "not read", "reasoning": ""}
+    messages[-1] = answer(" reply\n", "a thought") | also
+    assert len(fv.conversation_samples(messages[-2:], opens)) == 1
+    assert len(fv.conversation_samples([user("x"), answer("<think>x</think>y")], opens)) == 1
