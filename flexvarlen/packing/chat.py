@@ -241,10 +241,11 @@ def _pair(
     def tokens(of: str) -> list[int]:
         return list(tokenizer(of, add_special_tokens=False)["input_ids"])
 
-    prompt = tokens(text[: answer.start])
-    if given is None:
+    prompt, written = tokens(text[: answer.start]), tokens(text[: answer.stop])
+    if given is None and written[: len(prompt)] == prompt:
+        return prompt, written[len(prompt) :]
+    if given is None:  # a token that begins in the prompt and ends in the answer
         return prompt, tokens(text[answer.start : answer.stop])
-    written = tokens(text[: answer.stop])
     for position, pair in enumerate(zip_longest([*prompt, *given], written)):
         if pair[0] != pair[1]:
             seen, other = (

@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerFast
 
 import flexvarlen as fv
 from tests.packing.test_chat import tokenizer_with
@@ -309,3 +311,18 @@ def test_templates_that_leave_out_a_part_of_an_answer():
     messages[-1] = answer(" reply\n", "a thought") | also
     assert len(fv.conversation_samples(messages[-2:], opens)) == 1
     assert len(fv.conversation_samples([user("x"), answer("<think>x</think>y")], opens)) == 1
+
+
+def test_a_tokenizer_that_puts_a_space_before_each_text():
+    """As SentencePiece's: an answer that is tokenized alone would begin with a space."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    trained = trainers.BpeTrainer(vocab_size=100, special_tokens=["<e>"], show_progress=False)
+    words.train_from_iterator(["[assistant]\nfirst reply", "[user]\n a first question"], trained)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>")
+    tokenizer.chat_template = STRIPS
+    messages = [user("a"), answer("first"), user("a question"), answer("reply")]
+    samples = fv.conversation_samples(messages, tokenizer)
+    learned = [[x for x in sample["labels"] if x >= 0] for sample in samples]
+    texts = ["".join(tokenizer.convert_ids_to_tokens(own)) for own in learned]
+    assert texts == ["first<e>", "reply<e>"]
