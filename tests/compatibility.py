@@ -23,7 +23,8 @@ MEANING = {
     "dense": "full attention in every layer, as in Llama and Qwen3",
     "windows": "layers with a sliding window, as in Gemma and Mistral",
     "MoE, router loss": "a mixture of experts with `output_router_logits=True`; without it "
-    "nothing is refused. TRL turns it on unless `router_aux_loss_coef=0.0`",
+    "nothing is refused. TRL turns it on unless `router_aux_loss_coef=0.0`; Reward and "
+    "Distillation have no such loss",
     "longrope": "rotary frequencies that depend on how long a document is, as in Phi-3 of 128K",
     "encoder": "attention in both directions, as in BERT and ModernBERT",
     "images": "text with images, as in Qwen2.5-VL",
