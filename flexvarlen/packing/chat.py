@@ -95,7 +95,8 @@ def conversation_samples(
             these tokens, which all answers must have, or none.
         tokenizer: of transformers.
         tools: what the template may offer to the assistant.
-        template_options: other arguments of the template, such as `enable_thinking`.
+        template_options: other arguments of the template, such as `enable_thinking`, or another
+            `chat_template`.
 
     Returns:
         Samples with `input_ids` and `labels`, one for each answer in order, for `share_prefixes`
@@ -146,7 +147,7 @@ def _renderer(
     Raises:
         ValueError: see `tokenize_chat`.
     """
-    template = tokenizer.get_chat_template(tools=tools)
+    template = tokenizer.get_chat_template(options.get("chat_template"), tools)
     calls = [turn for turn, message in enumerate(messages) if message.get("tool_calls")]
     if calls and not re.search(r"\btool_calls\b", template):
         raise _not_written("tool_calls", calls[0])

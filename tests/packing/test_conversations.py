@@ -151,6 +151,12 @@ def test_a_collator_takes_the_turns_of_several_rollouts():
     assert batch["label_counts"].equal(shared.label_counts)
 
 
+def test_another_template_than_the_tokenizer_s():
+    plain = tokenizer_with("{% for m in messages %}{{ m.content }}<e>{% endfor %}")
+    found = fv.conversation_samples(ROLLOUTS[0], plain, tools=TOOLS, chat_template=STRIPS)
+    assert found == samples_of("strips")[:3]
+
+
 @cache
 def alone(family, template):
     """Logits, loss and gradients of each sample, in a forward of its own."""
