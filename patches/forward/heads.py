@@ -178,17 +178,16 @@ def take_loss(module: nn.Module, inputs: dict[str, Any]) -> Callable[[Tensor], T
         logits -> the loss over all samples; None without label_counts.
 
     Raises:
-        ValueError: label_counts without shift_labels, or beside labels.
+        ValueError: label_counts without shift_labels.
         NotImplementedError: a loss function that the user set.
     """
     inputs.pop(SAMPLE_COUNTS, None)
     counts, labels = inputs.pop(LABEL_COUNTS, None), inputs.get("shift_labels")
     if counts is None:
         return None
-    if labels is None or inputs.get("labels") is not None:
+    if labels is None:
         raise ValueError(
-            "label_counts must come with shift_labels and without labels; take both from "
-            "fv.share_prefixes."
+            "label_counts must come with shift_labels; take both from fv.share_prefixes."
         )
     if user_loss(module) is not None:
         raise NotImplementedError(

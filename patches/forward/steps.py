@@ -30,6 +30,7 @@ from flexvarlen.patches.batch.positions import (
 from flexvarlen.patches.batch.unpacked_rows import check_one_document, one_document_per_row
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
 from flexvarlen.patches.forward.heads import (
+    LABEL_COUNTS,
     SAMPLE_COUNTS,
     balance_loss,
     check_document_labels,
@@ -222,7 +223,9 @@ def refuse_beside_documents(forward: ForwardInputs, layout: PackedLayout) -> Non
         )
     if head == CHOICES and forward.packs and forward.reads_first_token:
         refuse_hidden_first_token(layout, forward.batch)
-    if layout.segments is not None and forward.padded is None:
+    # Also where samples happen to share nothing, so that it does not depend on the batch.
+    has_trees = layout.segments is not None or forward.inputs.get(LABEL_COUNTS) is not None
+    if has_trees and forward.padded is None:
         refuse_beside_tree(forward)
 
 
@@ -362,7 +365,8 @@ def prepare_head(forward: ForwardInputs, packed: PackedForward, counts: Tensor |
     may_pad = (forward.is_explicit or forward.mask is not None) and forward.group is None
     masked = forward.packs and may_pad
     inputs["attention_mask"] = packed.mask_of_rows(forward.batch) if masked else None
-    if forward.returns_router_logits and not (counts is None and layout.segments is None):
+    has_counts = counts is not None or packed.tree_loss is not None
+    if forward.returns_router_logits and (has_counts or layout.segments is not None):
         inputs["attention_mask"] = token_weights(parts, layout, counts)
     if parts.drops_keywords:
         inputs["attention_mask"] = packed

@@ -236,6 +236,10 @@ def test_a_tree_without_counts():
     with pytest.raises(ValueError, match="sample_counts must give the samples that share each"):
         model(**inputs, output_router_logits=True)
     assert model(**inputs).aux_loss is None
+    twins = tree_of([samples()[1]] * 2)
+    del twins["sample_counts"]
+    with pytest.raises(ValueError, match="sample_counts must give the samples that share each"):
+        model(**twins)
 
 
 def test_a_tree_in_a_model_that_is_not_verified(monkeypatch):

@@ -215,6 +215,17 @@ def test_arguments_beside_a_tree(changes, words):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("labels", torch.ones(1, 5, dtype=torch.long)), ("return_dict", False), ("logits_to_keep", 3)],
+)
+def test_the_same_is_refused_where_samples_happen_to_share_nothing(name, value):
+    batch = fv.share_prefixes([[5, 6, 7], [8, 9]]).batch()
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    with pytest.raises(ValueError, match=f"{name} must be .* with a packed_layout of trees"):
+        model(**batch, **{name: value})
+
+
+@pytest.mark.parametrize(
     ("family", "words"),
     [
         ("phi3", "longrope"),
@@ -226,6 +237,8 @@ def test_models_without_trees(family, words):
     batch = shared_batch()
     with pytest.raises(NotImplementedError, match=words):
         model(input_ids=batch["input_ids"], packed_layout=batch["packed_layout"])
+    with pytest.raises(NotImplementedError, match=words):
+        model(**fv.share_prefixes([[5, 6, 7], [8, 9]]).batch())
 
 
 def test_a_model_that_is_not_patched():
