@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -47,7 +48,7 @@ def tokenize_chat(
     Raises:
         ValueError: the tokenizer is not fast or has no template, or there is no answer, or one does
             not begin with its prompt, has no end, or has tool calls, reasoning or content that the
-            template does not write.
+            template does not write, or arguments that it writes in quotes.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
@@ -104,9 +105,9 @@ def conversation_samples(
 
     Raises:
         ValueError: there is no answer or no template, or an answer does not continue its prompt,
-            has no end, or has tool calls, reasoning or content that the template does not write; or
-            it does not reproduce an answer's tokens (the first difference is named), or some
-            answers have tokens and others have none.
+            has no end, or has tool calls, reasoning or content that the template does not write, or
+            arguments that it writes in quotes; or it does not reproduce an answer's tokens (the
+            first difference is named), or some answers have tokens and others have none.
 
     Example, with the tokens of an engine:
 
@@ -195,11 +196,23 @@ def _answered(
             f"the chat template must end message {turn}, or the model learns to answer without an "
             f"end; {advice}."
         )
-    for names in (("content",), _REASONING):
-        given = {name: x for name in names if isinstance(x := messages[turn].get(name), str) and x}
-        if given and not any(_writes(text, part, len(prompt)) for part in given.values()):
-            raise _not_written(next(iter(given)), turn)
+    _require_whole(messages[turn], turn, text, len(prompt))
     return text, range(len(prompt), len(prompt) + len(answer))
+
+
+def _require_whole(message: Message, turn: int, text: str, start: int) -> None:
+    """Raise ValueError if an answer, which begins at `start`, lacks a part or has it in quotes."""
+    for names in (("content",), _REASONING):
+        given = {name: x for name in names if isinstance(x := message.get(name), str) and x}
+        if given and not any(_writes(text, part, start) for part in given.values()):
+            raise _not_written(next(iter(given)), turn)
+    for call in message.get("tool_calls") or ():
+        arguments = call.get("function", call).get("arguments")
+        if isinstance(arguments, str) and json.dumps(arguments, ensure_ascii=False) in text[start:]:
+            raise ValueError(
+                "the arguments of tool calls must be mappings with this chat template, got a "
+                f"string in message {turn}, which it writes in quotes; pass json.loads() of it."
+            )
 
 
 def _writes(text: str, part: str, start: int) -> bool:

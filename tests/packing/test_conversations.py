@@ -319,6 +319,21 @@ def test_templates_that_leave_out_a_part_of_an_answer():
     assert len(fv.conversation_samples([user("x"), answer("<think>x</think>y")], opens)) == 1
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "gptoss"])
+def test_arguments_that_the_template_would_write_in_quotes(name):
+    """They are strings in answers of OpenAI's interface; some templates take these as they are."""
+    tool = {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": tool}]
+    for arguments in ('{"at": "1 o\'clock"}', "{}"):
+        message = answer("", calls=1)
+        message["tool_calls"][0]["function"] = {"name": "look", "arguments": arguments}
+        messages = [user("a question"), message]
+        with pytest.raises(ValueError, match=r"must be mappings .* string in message 1"):
+            fv.conversation_samples(messages, tokenizer_with(template_of_trl(name)), tools=tools)
+        (sample,) = fv.conversation_samples(messages, tokenizer_with(template_of_trl("qwen3")))
+        assert arguments in tokenizer_with(STRIPS).decode(sample["input_ids"])
+
+
 def test_a_tokenizer_that_puts_a_space_before_each_text():
     """As SentencePiece's: an answer that is tokenized alone would begin with a space."""
     words = Tokenizer(models.BPE())
