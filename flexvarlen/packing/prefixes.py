@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexvarlen.layout.arguments import as_int, checked_sizes, int64s, require_tensor
+from flexvarlen.layout.arguments import at_least, checked_sizes, int64s, require_tensor
 from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
@@ -200,13 +200,8 @@ def _checked(min_tokens: int, max_depth: int | None) -> tuple[int, int | None]:
     Raises:
         ValueError: one is no integer, or below 1.
     """
-    found: list[int | None] = []
-    for name, value in (("min_tokens", min_tokens), ("max_depth", max_depth)):
-        number = as_int(value)
-        if not (name == "max_depth" and value is None) and (number is None or number < 1):
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}; fix it.")
-        found.append(number)
-    return found[0] or 1, found[1]
+    depth = None if max_depth is None else at_least("max_depth", max_depth, 1)
+    return at_least("min_tokens", min_tokens, 1), depth
 
 
 @dataclass(frozen=True)
