@@ -240,7 +240,10 @@ def _ids_of(messages: Sequence[Message], turns: list[int], name: str) -> list[li
             f"all answers must have {name}, or none, got none in message {without[0]}; record them "
             "of each answer."
         )
-    return [] if without else [integers(f"{name} of message {x}", messages[x][name]) for x in turns]
+    if without:
+        return []
+    advice = "pass the ids that the engine returned"
+    return [integers(f"{name} of message {x}", messages[x][name], advice) for x in turns]
 
 
 def _pair(
