@@ -190,14 +190,14 @@ def _answered(
             f"the chat template must continue the prompt of message {turn}, and writes another; "
             f"{advice}."
         )
-    answer, content = text[len(prompt) :].rstrip(), messages[turn].get("content")
-    if isinstance(content, str) and content.strip() and answer.endswith(content.strip()):
+    simple = render([*messages[:turn], {"role": "assistant", "content": "yes"}])
+    if simple.rstrip().endswith("yes"):
         raise ValueError(
             f"the chat template must end message {turn}, or the model learns to answer without an "
             f"end; {advice}."
         )
     _require_whole(messages[turn], turn, text, len(prompt))
-    return text, range(len(prompt), len(prompt) + len(answer))
+    return text, range(len(prompt), len(text.rstrip()))
 
 
 def _require_whole(message: Message, turn: int, text: str, start: int) -> None:

@@ -295,9 +295,10 @@ def test_what_is_refused():
         fv.conversation_samples([answer("a greeting"), user("x")], tokenizer)
     with pytest.raises(ValueError, match=r"continue the prompt of message 2.*prompt_token_ids"):
         fv.conversation_samples(ROLLOUTS[2], tokenizer, opening="x")
-    unended = tokenizer_with("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    with pytest.raises(ValueError, match=r"must end message 2.*prompt_token_ids"):
-        fv.conversation_samples([*START, {"role": "assistant", "content": "x"}], unended)
+    unended = tokenizer_with(STRIPS.replace("<e>", ""))
+    for last in (answer("x"), answer("", calls=1)):
+        with pytest.raises(ValueError, match=r"must end message 2.*prompt_token_ids"):
+            fv.conversation_samples([*START, last], unended)
 
 
 def test_templates_that_leave_out_a_part_of_an_answer():
