@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -152,7 +151,19 @@ def _renderer(
     calls = [turn for turn, message in enumerate(messages) if message.get("tool_calls")]
     if calls and not re.search(r"\btool_calls\b", template):
         raise _not_written("tool_calls", calls[0])
-    return partial(tokenizer.apply_chat_template, tools=tools, tokenize=False, **options), template
+
+    def render(messages: Sequence[Message], **more: Any) -> str:
+        how = dict(tools=tools, tokenize=False, **options, **more)
+        text = str(tokenizer.apply_chat_template(messages, **how))
+        for turn, content in enumerate(message.get("content") for message in messages):
+            if content and isinstance(content, list) and repr(content) in text:
+                raise ValueError(
+                    f"the content of message {turn} must be a string with this chat template, got "
+                    "a list, which it writes as Python does; join its texts."
+                )
+        return text
+
+    return render, template
 
 
 def _not_written(name: str, turn: int) -> ValueError:
@@ -175,7 +186,17 @@ def _marked(messages: Sequence[Message], render: Callable[..., str], template: s
 
 
 def _turns(messages: Sequence[Message]) -> list[int]:
-    """The indices of answers; a message before all others answers nothing."""
+    """The indices of answers; a message before all others answers nothing.
+
+    Raises:
+        ValueError: not one chat.
+    """
+    other = next((each for each in messages if not isinstance(each, Mapping)), None)
+    if other is not None:
+        raise ValueError(
+            "messages must be those of one chat, mappings with role and content, got "
+            f"{type(other).__name__}; call it for each chat."
+        )
     return [i for i, each in enumerate(messages) if i and each["role"] == "assistant"]
 
 

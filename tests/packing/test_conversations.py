@@ -320,6 +320,27 @@ def test_templates_that_leave_out_a_part_of_an_answer():
     assert len(fv.conversation_samples([user("x"), answer("<think>x</think>y")], opens)) == 1
 
 
+def test_content_that_the_template_would_write_as_python_does():
+    """Lists are of templates for images; others would write them with their brackets."""
+    parts = [{"type": "text", "text": "a question"}]
+    asked, replied = [user(parts), answer("reply")], [user("x"), answer(parts)]
+    for turn, messages in enumerate((asked, replied)):
+        with pytest.raises(ValueError, match=rf"message {turn} must be a string .* got a list"):
+            fv.conversation_samples(messages, tokenizer_with(template_of_trl("llama3_1")))
+    tokenizer = tokenizer_with(template_of_trl("qwen2_5_vl"))
+    (sample,) = fv.conversation_samples(asked, tokenizer)
+    assert "user\na question<" in tokenizer.decode(sample["input_ids"])
+
+
+def test_what_is_not_one_chat():
+    tokenizer = tokenizer_with(STRIPS)
+    for messages in ([ROLLOUTS[0], ROLLOUTS[1]], {"messages": ROLLOUTS[0]}, "a question"):
+        with pytest.raises(ValueError, match="messages must be those of one chat"):
+            fv.conversation_samples(messages, tokenizer)
+    with pytest.raises(TypeError, match="add_generation_prompt"):  # it would end every answer
+        fv.conversation_samples(ROLLOUTS[0], tokenizer, add_generation_prompt=True)
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "gptoss"])
 def test_arguments_that_the_template_would_write_in_quotes(name):
     """They are strings in answers of OpenAI's interface; some templates take these as they are."""
