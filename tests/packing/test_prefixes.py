@@ -95,9 +95,9 @@ def test_a_token_is_shared_where_one_sample_learns_it(texts, learning):
     assert int(shared.label_counts.sum()) == len(texts[learning % len(texts)]) - 1
 
 
-@given(sample_lists())
-def test_the_loss_is_that_of_the_samples(samples):
-    shared = fv.share_prefixes(samples)
+@given(sample_lists(), st.none() | st.integers(1, 3), st.integers(1, 4))
+def test_the_loss_is_that_of_the_samples(samples, max_depth, min_tokens):
+    shared = fv.share_prefixes(samples, max_depth=max_depth, min_tokens=min_tokens)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(shared.layout.total_tokens, 4, generator=generator).double()
     losses, count = torch.zeros((), dtype=torch.float64), 0
