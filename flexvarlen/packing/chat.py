@@ -211,8 +211,9 @@ def _answered(
             f"the chat template must continue the prompt of message {turn}, and writes another; "
             f"{advice}."
         )
-    simple = render([*messages[:turn], {"role": "assistant", "content": "yes"}])
-    if simple.rstrip().endswith("yes"):
+    is_list = isinstance(messages[turn].get("content"), list)  # as templates for images take it
+    yes = [{"type": "text", "text": "yes"}] if is_list else "yes"
+    if render([*messages[:turn], {"role": "assistant", "content": yes}]).rstrip().endswith("yes"):
         raise ValueError(
             f"the chat template must end message {turn}, or the model learns to answer without an "
             f"end; {advice}."

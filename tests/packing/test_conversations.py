@@ -327,9 +327,10 @@ def test_content_that_the_template_would_write_as_python_does():
     for turn, messages in enumerate((asked, replied)):
         with pytest.raises(ValueError, match=rf"message {turn} must be a string .* got a list"):
             fv.conversation_samples(messages, tokenizer_with(template_of_trl("llama3_1")))
-    tokenizer = tokenizer_with(template_of_trl("qwen2_5_vl"))
-    (sample,) = fv.conversation_samples(asked, tokenizer)
-    assert "user\na question<" in tokenizer.decode(sample["input_ids"])
+    for name in ("qwen2_5_vl", "llava_next"):
+        tokenizer = tokenizer_with(template_of_trl(name))
+        (sample,) = fv.conversation_samples([asked[0], replied[1]], tokenizer)
+        assert tokenizer.decode(sample["input_ids"]).count("a question") == 2
 
 
 def test_what_is_not_one_chat():
