@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         tokenize_chat,
     )
     from flexvarlen.packing.prefixes import SharedPrefixes, TreeCollator, share_prefixes
-    from flexvarlen.parallel import shard_row
+    from flexvarlen.parallel.shard import shard_row
     from flexvarlen.patches.api import is_patched, patch_model, patched, unpatch_model
     from flexvarlen.patches.embed import embed
     from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
@@ -108,7 +108,7 @@ _HOMES = {
         "tokenize_chat",
     ),
     "packing.prefixes": ("SharedPrefixes", "TreeCollator", "share_prefixes"),
-    "parallel": ("shard_row",),
+    "parallel.shard": ("shard_row",),
     "patches.embed": ("embed",),
     "patches.isolation.report": ("IsolationError", "IsolationReport"),
     "patches.isolation.verify": ("verify_isolation",),

@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from flexvarlen.attention.api import needs_gradients, refuse_forward_mode, to_one_head_dim
 from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
-from flexvarlen.parallel import attend_sharded
+from flexvarlen.parallel.ulysses import attend_sharded
 from flexvarlen.patches.attention.context import PackedForward, PackedVision, Unpacked
 from flexvarlen.patches.attention.decoding import attend_to_cache
 from flexvarlen.patches.attention.without_patch import (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import require_tensor
 from flexvarlen.layout.labels import IGNORE_INDEX
-from flexvarlen.parallel import shard_tokens
+from flexvarlen.parallel.ulysses import shard_tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel import shard_tokens
+from flexvarlen.parallel.ulysses import shard_tokens
 from flexvarlen.patches.forward.heads import user_loss
 from flexvarlen.patches.forward.inputs import CACHE_NAMES
 from flexvarlen.patches.models.layers import LayerKind

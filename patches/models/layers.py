@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.attention.check_arguments import check_numbers
 from flexvarlen.mask.spec import MaskSpec
-from flexvarlen.parallel import heads_per_rank
+from flexvarlen.parallel.ulysses import heads_per_rank
 
 # As in transformers' config.layer_types.
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.parallel import shard_tokens
+from flexvarlen.parallel.ulysses import shard_tokens
 from flexvarlen.patches.batch.positions import causal_positions
 
 if TYPE_CHECKING:

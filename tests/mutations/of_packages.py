@@ -163,7 +163,7 @@ MUTATIONS = (
     ),
     Mutation(
         "parallel: the last label of a document counts",
-        "flexvarlen/parallel.py",
+        "flexvarlen/parallel/shard.py",
         "shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)",
         "shifted = shifted + 0",
         "tests/parallel/test_ulysses.py",

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 import flexvarlen as fv
-from flexvarlen import parallel
-from flexvarlen.parallel import shard_row, ulysses_attention
+from flexvarlen.parallel import ulysses
+from flexvarlen.parallel.shard import shard_row
+from flexvarlen.parallel.ulysses import ulysses_attention
 from tests.parallel import sharded_models
 
 LENGTHS = (37, 1, 50, 22)
@@ -119,10 +120,10 @@ def tensor_types(layout: Any) -> set[type]:
         seen.update(type(x) for x in qkv[:3])
         return fv.packed_attention(*qkv, **options)
 
-    parallel.packed_attention = spy
+    ulysses.packed_attention = spy
     qkv = [torch.randn(TOKENS // dist.get_world_size(), 8, 16)] * 3
     seen.add(type(ulysses_attention(*qkv, layout, **REFERENCE)))
-    parallel.packed_attention = fv.packed_attention
+    ulysses.packed_attention = fv.packed_attention
     return seen
 
 

@@ -69,10 +69,10 @@ TORCH = (
     Name("torch._inductor.utils.fresh_cache", "verify/compare/check.py"),
     Name(
         "torch.distributed._functional_collectives.all_to_all_single_autograd",
-        "parallel.py",
+        "parallel/ulysses.py",
         takes="group",
     ),
-    Name("torch.distributed._functional_collectives.wait_tensor", "parallel.py"),
+    Name("torch.distributed._functional_collectives.wait_tensor", "parallel/ulysses.py"),
     Name(
         "torch.nn.functional.scaled_dot_product_attention",
         "patches/attention/context_parallel.py",

@@ -20,7 +20,7 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.attention.inputs import Inputs
 from flexvarlen.bench.suites.model.geometries import log_normal_lengths
 from flexvarlen.bench.suites.training.ranks import Measured, largest, seconds_of
-from flexvarlen.parallel import ulysses_attention
+from flexvarlen.parallel.ulysses import ulysses_attention
 from flexvarlen.reference.acceptance import Error
 from flexvarlen.reference.acceptance import largest as largest_of
 from flexvarlen.reference.attention import Results, samples

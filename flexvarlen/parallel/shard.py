@@ -1,0 +1,142 @@
+"""`shard_row` gives each rank its part of a batch that holds one packed row.
+
+Shapes: P = ranks, T = tokens of the whole row.
+
+Imports: torch. Never transformers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.parallel.ulysses import shard_tokens
+
+if TYPE_CHECKING:  # not available in a torch built without distributed
+    from torch.distributed import ProcessGroup
+
+
+def shard_row(
+    batch: Mapping[str, Any],
+    group: ProcessGroup | None = None,
+    *,
+    ignore_index: int = -100,
+) -> dict[str, Any]:
+    """Shard a batch that holds one packed row and is replicated on every rank.
+
+    Args:
+        batch: `packed_layout` over T tokens, with T a multiple of P; `input_ids` and other `[1, T]`
+            columns with one value per token (`labels`, `position_ids`); and numbers.
+        group: the ranks; None: all.
+        ignore_index: the label that the loss ignores.
+
+    Returns:
+        This rank's batch, for a model patched with `sequence_parallel_group=group`. Tensors are
+        `[1, T/P]`. If `labels` is given, there are also `shift_labels`, the label of each next
+        token (the last one comes from the next rank) or those given, masked where the next token
+        starts a document, and `num_items_in_batch` (unless given), an integer tensor: the row's
+        number of unmasked labels. `packed_layout` and numbers are returned unchanged.
+
+    The losses of the ranks then sum to the mean loss over the whole row, and their gradients sum
+    likewise. DDP averages gradients over ranks, so multiply the loss by the number of ranks.
+
+    Raises:
+        ValueError: there is no layout, a tensor is not one row of T tokens, T is not a multiple of
+            P, the ranks hold different rows or documents (a collective compares them, so every rank
+            raises), or this process is not in the group.
+
+    Runs one collective. Syncs if tensors are on a device.
+
+    >>> model = fv.patch_model(model, sequence_parallel_group=group)  # doctest: +SKIP
+    >>> loss = model(**fv.shard_row(batch, group)).loss  # doctest: +SKIP
+    """
+    size = dist.get_world_size(group)
+    if size < 1:
+        raise ValueError(
+            "group must be one that this process is in, got one of other ranks; pass its own, "
+            "mesh.get_group(name) of a DeviceMesh."
+        )
+    _require_one_row(batch, _why_no_row(batch, size), group)
+    layout: PackedLayout = batch["packed_layout"]
+    if layout.segments is not None:
+        raise NotImplementedError(
+            "shard_row does not cut trees, whose branches would end in other shards; pack each "
+            "path as a document."
+        )
+    found = {
+        name: x if _is_whole(x) else shard_tokens(x[0], group)[None] for name, x in batch.items()
+    }
+    if "labels" in batch:
+        given = batch.get("shift_labels")
+        shifted = batch["labels"][0].roll(-1) if given is None else given[0]
+        # The row's first token starts a document or is padding, so roll also masks the last label.
+        in_no_loss = ((layout.position_ids() == 0) | ~layout.real_tokens()).roll(-1)
+        shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)
+        found["shift_labels"] = shard_tokens(shifted, group)[None]
+        found.setdefault("num_items_in_batch", (shifted != ignore_index).sum())
+    return found
+
+
+def _is_whole(x: Any) -> bool:
+    """Return whether every rank gets the value unchanged: the layout, or a number."""
+    return isinstance(x, (PackedLayout, int, float)) or (isinstance(x, Tensor) and x.ndim == 0)
+
+
+def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
+    """Return why a batch cannot be sharded over `size` ranks, or None."""
+    layout = batch.get("packed_layout")
+    if not isinstance(layout, PackedLayout):
+        return (
+            "batch must have its documents as packed_layout, a PackedLayout, got "
+            f"{type(layout).__name__}; use PackedCollator or PackedLayout.from_lengths."
+        )
+    tokens = layout.total_tokens
+    if tokens % size:
+        return (
+            f"total_tokens must be a multiple of the {size} ranks, got {tokens}; pad the row: pass "
+            "such a total_tokens to PackedCollator or PackedLayout.from_lengths."
+        )
+    for name, x in batch.items():
+        if not _is_whole(x) and not (isinstance(x, Tensor) and x.shape == (1, tokens)):
+            shape: Sequence[int] | str = (
+                list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            )
+            return f"{name} must be one row, [1, {tokens}], got {shape}; leave it out."
+    return None
+
+
+def _require_one_row(
+    batch: Mapping[str, Any], refusal: str | None, group: ProcessGroup | None
+) -> None:
+    """Raise unless all ranks have the same row, as a data loader may silently mix rows. Syncs.
+
+    A rank whose batch is refused still takes part in the collective, so the others do not hang.
+    """
+    mine: Any = refusal
+    if refusal is None:
+        layout = batch["packed_layout"]
+        tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+        tensors |= {"document_ids": layout.document_ids(), "real_tokens": layout.real_tokens()}
+        mine = {name: _checksum(x) for name, x in sorted(tensors.items())}
+    others: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(others, mine, group=group)
+    if refusal is not None:
+        raise ValueError(refusal)
+    for rank, theirs in enumerate(others):
+        if theirs != mine:
+            raise ValueError(
+                "batch must be the same row on every rank of the group, got another on rank "
+                f"{rank}; give all ranks of a group the same data: let its sampler assign rows to "
+                "groups (num_replicas=, rank=)."
+            )
+
+
+def _checksum(x: Tensor) -> int:
+    numbers_T = x.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(numbers_T.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
