@@ -3,5 +3,7 @@
 | module | holds |
 |---|---|
 | `shard.py` | `shard_row` gives each rank its part of the row |
+| `exchange.py` | which keys of cut documents travel from rank to rank |
+| `gather_keys.py` | the operator that moves them, and their gradients back |
 | `ulysses.py` | attention over the row, each rank with a part of the heads |
 """

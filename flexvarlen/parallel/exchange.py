@@ -1,0 +1,189 @@
+"""Keys and values of cut documents, exchanged between the ranks of a row.
+
+Each rank holds runs of documents (pieces). The queries of a piece need the keys of its document
+before the piece, too: the ranks that hold these send them, and get their gradients back. A document
+that lies whole on a rank needs nothing, and where none of the row is cut nothing is sent.
+
+All tables are integers on the host, as pieces are runs of tokens. The gradient of a key is the sum
+of a few, which are added in fp32 one run after another, so always in the same order.
+
+Shapes: P = ranks, C = tokens of a rank, R = tokens received, Tk = rows of keys, Hkv = num_kv_heads,
+D = head_dim. A slot is an index into the C own tokens followed by the R received ones.
+
+Imports: torch. Never transformers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout.boundaries import round_up_to_power_of_two
+from flexvarlen.layout.packed_layout import PackedLayout
+
+Pieces = Sequence[Sequence[tuple[int, int, int]]]
+"""Of each rank, in the order of its tokens: (document, first token, one past the last)."""
+
+
+@dataclass(frozen=True)
+class KeyExchange:
+    """What one rank sends, receives and attends to, of a row in which a document is cut.
+
+    Attributes:
+        layout_k: the keys of each of the rank's pieces, on the device of the tokens: those of its
+            document up to the piece's end, or all of them if attention is bidirectional.
+        runs: int64 `[N, 3]` on the host, (slot, row, tokens): where the rows of keys come from.
+        sends: int64 `[M, 3]` on the host, (destination, slot, tokens), by destination.
+        received: int64 `[P]` on the host, the tokens received from each rank.
+    """
+
+    layout_k: PackedLayout
+    runs: Tensor
+    sends: Tensor
+    received: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        pieces: Pieces,
+        tokens_per_rank: int,
+        rank: int,
+        *,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        causal: bool = True,
+    ) -> KeyExchange | None:
+        """The exchange of one rank; None, on every rank, if no document of the row is cut.
+
+        Args:
+            pieces: of all ranks.
+            tokens_per_rank: C.
+            rank: whose exchange.
+            capacity: slots of the layout of the rank's own pieces.
+            device: where `layout_k` goes.
+            causal: whether queries see no later keys.
+
+        The shapes of its tensors are the same on all ranks, and rounded up, so that a compiled
+        model meets few of them.
+        """
+        documents = _by_document(pieces)
+        if all(len(places) == 1 for places in documents.values()):
+            return None
+        keys = [[_keys_of(piece, documents, causal=causal) for piece in own] for own in pieces]
+        needed = [_needed(of_rank, other) for other, of_rank in enumerate(keys)]
+        lengths = [[sum(place.tokens for place in each) for each in own] for own in keys]
+        layout_k = PackedLayout.from_lengths(
+            lengths[rank],
+            total_tokens=_in_quarters(max(map(sum, lengths)), tokens_per_rank),
+            capacity=capacity,
+            max_seqlen_bound=round_up_to_power_of_two(max(n for own in lengths for n in own)),
+            device=device,
+        )
+        senders = [place.rank for places in needed for place in places]
+        sends = [
+            (other, place.slot, place.tokens)
+            for other, places in enumerate(needed)
+            for place in places
+            if place.rank == rank
+        ]
+        received = [0] * len(pieces)
+        for place in needed[rank]:
+            received[place.rank] += place.tokens
+        return cls(
+            layout_k,
+            runs=_table(
+                _runs(keys[rank], needed[rank], rank, tokens_per_rank),
+                at_least=1 + max(sum(map(len, own)) for own in keys),
+            ),
+            sends=_table(sends, at_least=max(Counter(senders).values(), default=1)),
+            received=_on_host(received),
+        )
+
+    def moved(self, move: Callable[[PackedLayout], PackedLayout]) -> KeyExchange:
+        """The same with `move(layout_k)`; the tables stay on the host."""
+        return replace(self, layout_k=move(self.layout_k))
+
+
+# ---- the tables ----
+
+
+class _Place(NamedTuple):
+    """A piece of a document, the rank that holds it, and its first token there."""
+
+    document: int
+    start: int
+    stop: int
+    rank: int
+    slot: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+def _by_document(pieces: Pieces) -> dict[int, list[_Place]]:
+    """The pieces of each document, in its order."""
+    found: dict[int, list[_Place]] = defaultdict(list)
+    for rank, own in enumerate(pieces):
+        slot = 0
+        for document, start, stop in own:
+            found[document].append(_Place(document, start, stop, rank, slot))
+            slot += stop - start
+    for places in found.values():
+        places.sort()
+    return found
+
+
+def _keys_of(
+    piece: tuple[int, int, int], documents: dict[int, list[_Place]], *, causal: bool
+) -> list[_Place]:
+    """The pieces that a piece attends to: of its document, up to itself or all of them."""
+    document, _, stop = piece
+    places = documents[document]
+    return [place for place in places if place.stop <= stop] if causal else places
+
+
+def _needed(keys: list[list[_Place]], rank: int) -> list[_Place]:
+    """What a rank receives, once each, by the rank that sends it."""
+    others = {place for places in keys for place in places if place.rank != rank}
+    return sorted(others, key=lambda place: (place.rank, place.slot))
+
+
+def _runs(
+    keys: list[list[_Place]], needed: list[_Place], rank: int, tokens: int
+) -> list[tuple[int, int, int]]:
+    """(slot, row, tokens) of the rows of keys; neighbours, as whole documents are, are one run."""
+    arrivals, arrived = {}, tokens
+    for place in needed:
+        arrivals[place] = arrived
+        arrived += place.tokens
+    found = [(0, 0, 0)]
+    for place in (place for places in keys for place in places):
+        slot = place.slot if place.rank == rank else arrivals[place]
+        start, row, length = found[-1]
+        if start + length == slot != tokens:  # and not the first of those received
+            found[-1] = start, row, length + place.tokens
+        else:
+            found.append((slot, row + length, place.tokens))
+    return found
+
+
+def _in_quarters(rows: int, tokens: int) -> int:
+    """Rows rounded up to quarters of a rank's tokens."""
+    quarter = -(-tokens // 4)
+    return -(-rows // quarter) * quarter
+
+
+def _table(rows: Sequence[tuple[int, int, int]], *, at_least: int) -> Tensor:
+    """int64 `[N, 3]`, N a power of two; runs without tokens at the end."""
+    size = round_up_to_power_of_two(max(len(rows), at_least))
+    return _on_host([*rows, *[(0, 0, 0)] * (size - len(rows))])
+
+
+def _on_host(values: Sequence[Any]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")

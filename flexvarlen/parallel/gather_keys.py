@@ -1,0 +1,197 @@
+"""`gather_keys`: the keys and values of a row's cut documents, from the ranks that hold them.
+
+One all-to-all in the forward, and one in the backward that returns the gradients. The gradient of a
+key is the sum of a few, added in fp32 one run after another, so always in the same order.
+
+Shapes: C = tokens of a rank, R = tokens received, Tk = rows of keys, Hkv = num_kv_heads,
+D = head_dim. A slot is an index into the C own tokens followed by the R received ones.
+
+Imports: torch. Never transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexvarlen.parallel.exchange import KeyExchange
+
+if TYPE_CHECKING:  # not available in a torch built without distributed
+    from torch.distributed import ProcessGroup
+
+Runs = list[list[int]]
+
+
+def gather_keys(
+    k_CHD: Tensor, v_CHD: Tensor, exchange: KeyExchange, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """The keys and values that `exchange.layout_k` describes, from this rank and the others.
+
+    Args:
+        k_CHD, v_CHD: `[C, Hkv, D]`, of the rank's own tokens.
+        exchange: of this rank.
+        group: the ranks; None: all.
+
+    Returns:
+        `[Tk, Hkv, D]` each, zero past the last key. Differentiable. All ranks call it and its
+        backward, each of which is one collective. No sync; traces under `fullgraph=True`.
+    """
+    where = dist.group.WORLD if group is None else group
+    assert where is not None
+    tables = exchange.runs, exchange.sends, exchange.received
+    rows = exchange.layout_k.total_tokens
+    k_KHD, v_KHD = gather_keys_forward(k_CHD, v_CHD, *tables, rows, where.group_name)
+    return k_KHD, v_KHD
+
+
+@torch.library.custom_op("flexvarlen::gather_keys_forward", mutates_args=())
+def gather_keys_forward(
+    k_CHD: Tensor,
+    v_CHD: Tensor,
+    runs: Tensor,
+    sends: Tensor,
+    received: Tensor,
+    rows: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """`gather_keys` as an operator: how much travels is no shape of a compiled graph."""
+    own = k_CHD, v_CHD
+    sent = torch.cat([_slices(x, sends).flatten(1) for x in own], 1)
+    arriving = _all_to_all(sent, received.tolist(), _counts(sends, received), group)
+    gathered = [x.new_empty(rows, *x.shape[1:]) for x in own]
+    _copy_runs(gathered, own, runs, first_slot=0)  # while the others are on their way
+    filled = max(row + tokens for _, row, tokens in runs.tolist())
+    for x in gathered:
+        x[filled:] = 0  # a kernel may multiply what its mask hides by 0
+    _copy_runs(gathered, _split(_wait_for(arriving), own), runs, first_slot=len(k_CHD))
+    return gathered[0], gathered[1]
+
+
+@gather_keys_forward.register_fake
+def _(
+    k_CHD: Tensor,
+    v_CHD: Tensor,
+    runs: Tensor,
+    sends: Tensor,
+    received: Tensor,
+    rows: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    return k_CHD.new_empty(rows, *k_CHD.shape[1:]), v_CHD.new_empty(rows, *v_CHD.shape[1:])
+
+
+@torch.library.custom_op("flexvarlen::gather_keys_backward", mutates_args=())
+def gather_keys_backward(
+    dk_KHD: Tensor,
+    dv_KHD: Tensor,
+    runs: Tensor,
+    sends: Tensor,
+    received: Tensor,
+    tokens: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """Sum each key's gradients, return those of received keys, and add what comes back, in fp32.
+
+    The first tokens, which one row of keys alone stands for, are copied as they are.
+    """
+    gradients = dk_KHD, dv_KHD
+    alone = _tokens_alone(runs.tolist(), sends.tolist(), tokens)
+    slots, width = tokens + int(received.sum()), sum(x[0].numel() for x in gradients)
+    wide = torch.promote_types(dk_KHD.dtype, torch.float32)
+    summed = dk_KHD.new_zeros(slots - alone, width, dtype=wide)
+    for slot, row, n in runs.tolist():
+        skip = max(0, min(alone - slot, n))
+        for sums, x in zip(_split(summed, gradients), gradients, strict=True):
+            sums[slot + skip - alone :][: n - skip] += x[row + skip : row + n]
+    returning = _all_to_all(
+        summed[tokens - alone :], _counts(sends, received), received.tolist(), group
+    )
+    returned, done = _wait_for(returning), 0
+    for _, slot, n in sends.tolist():  # rank after rank
+        summed[slot - alone :][:n] += returned[done : done + n]
+        done += n
+    own = _split(summed[: tokens - alone].to(dk_KHD.dtype), gradients)
+    dk_CHD, dv_CHD = (torch.cat([x[:alone], y]) for x, y in zip(gradients, own, strict=True))
+    return dk_CHD, dv_CHD
+
+
+@gather_keys_backward.register_fake
+def _(
+    dk_KHD: Tensor,
+    dv_KHD: Tensor,
+    runs: Tensor,
+    sends: Tensor,
+    received: Tensor,
+    tokens: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    return dk_KHD.new_empty(tokens, *dk_KHD.shape[1:]), dv_KHD.new_empty(tokens, *dv_KHD.shape[1:])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    k_CHD, _, *tables, _, group = inputs
+    ctx.save_for_backward(*tables)
+    ctx.tokens, ctx.group = k_CHD.shape[0], group
+
+
+def _backward(ctx: Any, dk_KHD: Tensor, dv_KHD: Tensor) -> tuple[Tensor | None, ...]:
+    dk_CHD, dv_CHD = gather_keys_backward(dk_KHD, dv_KHD, *ctx.saved_tensors, ctx.tokens, ctx.group)
+    return dk_CHD, dv_CHD, None, None, None, None, None
+
+
+gather_keys_forward.register_autograd(_backward, setup_context=_save)
+
+
+def _slices(x_CHD: Tensor, sends: Tensor) -> Tensor:
+    """The tokens that are sent, `[S, Hkv, D]`."""
+    return torch.cat([x_CHD[:0], *(x_CHD[slot : slot + n] for _, slot, n in sends.tolist())])
+
+
+def _copy_runs(
+    targets: Sequence[Tensor], sources: Sequence[Tensor], runs: Tensor, *, first_slot: int
+) -> None:
+    """Copy the runs whose slots are those of the sources."""
+    for slot, row, n in runs.tolist():
+        begin = slot - first_slot
+        if 0 <= begin < len(sources[0]):
+            for target, x in zip(targets, sources, strict=True):
+                target[row : row + n] = x[begin : begin + n]
+
+
+def _tokens_alone(runs: Runs, sends: Runs, tokens: int) -> int:
+    """The first own tokens that are the first rows of keys, and neither others nor sent."""
+    others = [slot for slot, _, n in (*runs[1:], *sends) if n]
+    return min([runs[0][2], tokens, *others])
+
+
+def _split(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """`[…, 2 · Hkv · D]` -> keys and values `[…, Hkv, D]`, views."""
+    widths = [y[0].numel() for y in like]
+    return [
+        part.unflatten(1, y.shape[1:]) for part, y in zip(x.split(widths, 1), like, strict=True)
+    ]
+
+
+def _counts(sends: Tensor, received: Tensor) -> list[int]:
+    """The tokens sent to each rank."""
+    counts = [0] * len(received)
+    for destination, _, n in sends.tolist():
+        counts[destination] += n
+    return counts
+
+
+def _all_to_all(x: Tensor, receives: list[int], sends: list[int], group: Any) -> Tensor:
+    from torch.distributed._functional_collectives import all_to_all_single
+
+    return all_to_all_single(x, receives, sends, group)
+
+
+def _wait_for(x: Tensor) -> Tensor:
+    from torch.distributed._functional_collectives import wait_tensor
+
+    arrived: Tensor = wait_tensor(x)
+    return arrived
