@@ -6,7 +6,7 @@ Shapes: T = total_tokens (padding included), N = number of document slots (`capa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ from flexvarlen.layout.per_document import (
 from flexvarlen.layout.position_ids import compute_position_ids, traced_position_ids
 from flexvarlen.layout.segments import Segments, token_bounds
 
+if TYPE_CHECKING:
+    from flexvarlen.parallel.sharded_layout import RowShard
+
 SHOWN_LENGTHS = 10  # of the documents, in a repr
 
 
@@ -68,6 +71,8 @@ class PackedLayout:
             their outputs are zero.
         launch: the sizes that cu_seqlens kernels are launched with.
         segments: of documents that are trees, or None.
+        shard: if these are one rank's pieces of the documents of a longer row, how they go on at
+            the other ranks; else None. Made by `shard_row`.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class PackedLayout:
         padding: Tensor | None = None,
         has_padding: bool | None = None,
         segments: Segments | None = None,
+        shard: RowShard | None = None,
     ) -> None:
         if cu_seqlens.dtype != torch.int32 or (padding is not None and padding.dtype != torch.bool):
             raise ValueError(
@@ -98,6 +104,7 @@ class PackedLayout:
         self.padding = None if padding is None else padding.contiguous()
         self.has_padding = has_padding
         self.segments = segments
+        self.shard = shard
         self._fixed_launch = False
         self._note_launch_sizes()
 
@@ -530,12 +537,15 @@ max_seqlen_bound=6, device=cpu)
     def position_ids(self) -> Tensor:
         """int64 `[T]`: each token's position in its document, from 0; in a tree along its path.
 
-        No sync; traces.
+        In a shard of a row a document goes on where the rank before left off. No sync; traces.
         """
         if self.segments is not None:
             return token_bounds(self.segments.table, self.total_tokens)[1].long()
         compute = traced_position_ids if is_traced() else compute_position_ids
-        return compute(self.cu_seqlens, self.total_tokens)
+        positions = compute(self.cu_seqlens, self.total_tokens)
+        return (
+            positions if self.shard is None else positions + self.shard.starts[self.document_ids()]
+        )
 
     def real_tokens(self) -> Tensor:
         """bool `[T]`: True where the token belongs to a document, False at padding.
@@ -653,19 +663,20 @@ max_seqlen_bound=6, device=cpu)
         `non_blocking` copies from pinned memory do not block the host.
         """
         device = self.device if device is None else require_device(device)
-        cu_seqlens = self.cu_seqlens.to(device, non_blocking=non_blocking)
-        if cu_seqlens is self.cu_seqlens:
-            return self
-        return self._with(cu_seqlens, lambda x: x.to(device, non_blocking=non_blocking))
+
+        def move(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=non_blocking)
+
+        return self if move(self.cu_seqlens) is self.cu_seqlens else self.moved(move)
 
     def pin_memory(self) -> PackedLayout:
         """The same layout with its tensors in page-locked memory; a `DataLoader` calls it."""
-        return self._with(self.cu_seqlens.pin_memory(), Tensor.pin_memory)
+        return self.moved(Tensor.pin_memory)
 
-    def _with(self, cu_seqlens: Tensor, move: Callable[[Tensor], Tensor]) -> PackedLayout:
-        """The same layout with these boundaries, and `move` of its other tensors."""
+    def moved(self, move: Callable[[Tensor], Tensor]) -> PackedLayout:
+        """The same layout with `move` of its tensors; those on the host stay."""
         made = PackedLayout(
-            cu_seqlens,
+            move(self.cu_seqlens),
             cu_seqlens_host=self.cu_seqlens_host,
             total_tokens=self.total_tokens,
             max_seqlen_bound=self.max_seqlen_bound,
@@ -674,6 +685,7 @@ max_seqlen_bound=6, device=cpu)
             padding=None if self.padding is None else move(self.padding),
             has_padding=self.has_padding,
             segments=None if self.segments is None else self.segments.moved(move),
+            shard=None if self.shard is None else self.shard.moved(move),
         )
         return made.fix_launch_sizes() if self._fixed_launch else made
 

@@ -5,5 +5,6 @@
 | `shard.py` | `shard_row` gives each rank its part of the row |
 | `exchange.py` | which keys of cut documents travel from rank to rank |
 | `gather_keys.py` | the operator that moves them, and their gradients back |
+| `sharded_layout.py` | the layout of the pieces that one rank holds |
 | `ulysses.py` | attention over the row, each rank with a part of the heads |
 """

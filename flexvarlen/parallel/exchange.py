@@ -55,7 +55,6 @@ class KeyExchange:
         rank: int,
         *,
         capacity: int,
-        device: torch.device | str = "cpu",
         causal: bool = True,
     ) -> KeyExchange | None:
         """The exchange of one rank; None, on every rank, if no document of the row is cut.
@@ -65,7 +64,6 @@ class KeyExchange:
             tokens_per_rank: C.
             rank: whose exchange.
             capacity: slots of the layout of the rank's own pieces.
-            device: where `layout_k` goes.
             causal: whether queries see no later keys.
 
         The shapes of its tensors are the same on all ranks, and rounded up, so that a compiled
@@ -82,7 +80,6 @@ class KeyExchange:
             total_tokens=_in_quarters(max(map(sum, lengths)), tokens_per_rank),
             capacity=capacity,
             max_seqlen_bound=round_up_to_power_of_two(max(n for own in lengths for n in own)),
-            device=device,
         )
         senders = [place.rank for places in needed for place in places]
         sends = [
@@ -104,9 +101,9 @@ class KeyExchange:
             received=_on_host(received),
         )
 
-    def moved(self, move: Callable[[PackedLayout], PackedLayout]) -> KeyExchange:
-        """The same with `move(layout_k)`; the tables stay on the host."""
-        return replace(self, layout_k=move(self.layout_k))
+    def moved(self, move: Callable[[Tensor], Tensor]) -> KeyExchange:
+        """The same with `move` of the tensors of `layout_k`; the tables stay on the host."""
+        return replace(self, layout_k=self.layout_k.moved(move))
 
 
 # ---- the tables ----

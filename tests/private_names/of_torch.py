@@ -72,7 +72,15 @@ TORCH = (
         "parallel/ulysses.py",
         takes="group",
     ),
-    Name("torch.distributed._functional_collectives.wait_tensor", "parallel/ulysses.py"),
+    Name(
+        "torch.distributed._functional_collectives.wait_tensor",
+        "parallel/gather_keys.py parallel/ulysses.py",
+    ),
+    Name(
+        "torch.distributed._functional_collectives.all_to_all_single",
+        "parallel/gather_keys.py",
+        takes="output_split_sizes input_split_sizes group",
+    ),
     Name(
         "torch.nn.functional.scaled_dot_product_attention",
         "patches/attention/context_parallel.py",

@@ -1,0 +1,76 @@
+"""`sharded_layout`: the layout of the pieces of documents that one rank of a row holds.
+
+Imports: torch. Never transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout.boundaries import round_up_to_power_of_two
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.parallel.exchange import KeyExchange, Pieces
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """How the documents of a rank's layout go on at the other ranks of the row.
+
+    Attributes:
+        rank, ranks: which of how many.
+        starts: int64 `[capacity + 1]`, on the device of the tokens: the position of each piece's
+            first token in its document; 0 in spare slots, and for padding.
+        exchange: what the ranks exchange for attention; None if no document of the row is cut.
+        causal: whether the exchange is for causal attention.
+    """
+
+    rank: int
+    ranks: int
+    starts: Tensor
+    exchange: KeyExchange | None
+    causal: bool
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> RowShard:
+        """The same with `move` of the tensors on the device."""
+        exchange = None if self.exchange is None else self.exchange.moved(move)
+        return RowShard(self.rank, self.ranks, move(self.starts), exchange, self.causal)
+
+
+def sharded_layout(
+    pieces: Pieces,
+    tokens_per_rank: int,
+    rank: int,
+    *,
+    device: torch.device | str = "cpu",
+    causal: bool = True,
+) -> PackedLayout:
+    """The layout of one rank's pieces, with its `shard`.
+
+    Args:
+        pieces: of all ranks.
+        tokens_per_rank: C; those behind a rank's last piece are padding.
+        rank: whose.
+        device: where its tensors go.
+        causal: whether attention is causal. Bidirectional attention needs more keys.
+
+    Sizes that kernels and compiled graphs depend on are the same on all ranks, and rounded up.
+    """
+    lengths = [[stop - start for _, start, stop in own] for own in pieces]
+    longest = round_up_to_power_of_two(max((n for own in lengths for n in own), default=1))
+    capacity = round_up_to_power_of_two(max(map(len, pieces)))
+    layout = PackedLayout.from_lengths(
+        lengths[rank],
+        total_tokens=tokens_per_rank,
+        capacity=capacity,
+        max_seqlen_bound=min(longest, tokens_per_rank),
+    )
+    starts = torch.zeros(capacity + 1, dtype=torch.int64, device="cpu")
+    for slot, (_, start, _) in enumerate(pieces[rank]):
+        starts[slot] = start
+    exchange = KeyExchange.of(pieces, tokens_per_rank, rank, capacity=capacity, causal=causal)
+    layout.shard = RowShard(rank, len(pieces), starts, exchange, causal)
+    return layout.to(device)
