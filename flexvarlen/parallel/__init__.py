@@ -2,6 +2,7 @@
 
 | module | holds |
 |---|---|
+| `plan.py` | which tokens lie on which rank |
 | `shard.py` | `shard_row` gives each rank its part of the row |
 | `exchange.py` | which keys of cut documents travel from rank to rank |
 | `gather_keys.py` | the operator that moves them, and their gradients back |
