@@ -25,7 +25,7 @@ from flexvarlen.patches.forward.heads import (
 )
 from flexvarlen.patches.forward.padding import check_unpad
 from flexvarlen.patches.forward.recurrent_layers import patch_recurrent, unpatch_recurrent
-from flexvarlen.patches.forward.sequence_parallel import kinds_per_rank
+from flexvarlen.patches.forward.sequence_parallel import check_group
 from flexvarlen.patches.forward.steps import STEPS
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
@@ -165,14 +165,13 @@ def _patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) -> Pat
 
     Raises:
         ValueError: a `forward` without `**kwargs`, an unknown backend, a mapping that does not fit
-            the model's layer types, or a group whose ranks do not divide the heads.
+            the model's layer types, or a group without this process.
         NotImplementedError: a backend cannot serve the layers it was chosen for.
     """
     require_keywords(wrapped_modules(inner, parts))
-    kinds = parts.kinds
     if settings.sequence_parallel_group is not None:
-        kinds = kinds_per_rank(kinds, settings.sequence_parallel_group)
-    every = (*kinds, *parts.vision_kinds)
+        check_group(settings.sequence_parallel_group)
+    every = (*parts.kinds, *parts.vision_kinds)
     backend = checked_choice(settings.backend, every)
     check_machine(
         backend,
@@ -186,7 +185,7 @@ def _patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) -> Pat
     return Patch(
         **settings.arguments() | {"backend": backend},
         parts=parts,
-        kinds=kinds,
+        kinds=parts.kinds,
         named=named,
         backends=(named,),
         implementation_before=implementation_before(inner),

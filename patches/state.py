@@ -82,7 +82,7 @@ class Patch(Settings):
 
     Attributes:
         parts: of the module that this is the patch of: the model, its base model or its tower.
-        kinds: of its attention layers; with a group, with the number of heads per rank.
+        kinds: of its attention layers.
         named: the backend whose attn_implementation it set.
         backends: those that its config may name: of all patched models that share the config.
         implementation_before: the attn_implementation to restore, by tower if it has any.

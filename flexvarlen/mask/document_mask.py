@@ -129,6 +129,11 @@ class DocumentMask:
         [0, 0, 0, 1, 1]
         """
         require_layout("layout", layout)
+        if layout_k is None and layout.shard is not None and layout.shard.exchange is not None:
+            raise ValueError(
+                "layout must be of whole documents, got one rank's shard of a row in which some are "
+                "cut; call flexvarlen.parallel.documents.documents_attention."
+            )
         if layout_k is None and prefix is None and not isinstance(window, tuple | list):
             spec = _plain_spec(causal, window, chunk, align)
             return cls(layout, spec if layout.segments is None else spec.of_trees())

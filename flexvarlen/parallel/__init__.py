@@ -4,6 +4,7 @@
 |---|---|
 | `plan.py` | which tokens lie on which rank |
 | `shard.py` | `shard_row` gives each rank its part of the row |
+| `documents.py` | attention over the row, each rank with its own tokens and all heads |
 | `exchange.py` | which keys of cut documents travel from rank to rank |
 | `gather_keys.py` | the operator that moves them, and their gradients back |
 | `sharded_layout.py` | the layout of the pieces that one rank holds |

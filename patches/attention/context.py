@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from flexvarlen.attention.api import needs_gradients, refuse_forward_mode
 from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.attention.call import AttentionCall, Backend, is_past_int32
 from flexvarlen.attention.choose import choose
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.parallel.gather_keys import gather_keys
+from flexvarlen.parallel.ulysses import attend_sharded
 from flexvarlen.patches.attention.backend_choice import chosen_for, refusal_of_layers
 from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.state import BackendChoice
@@ -23,6 +27,7 @@ from flexvarlen.recurrent.documents import RecurrentDocuments
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from flexvarlen.parallel.exchange import KeyExchange
     from flexvarlen.patches.batch.padded_batch import PaddedBatch
 
 
@@ -64,6 +69,12 @@ class Route(NamedTuple):
         return out
 
 
+A_SHARD_ALONE = (
+    "packed_layout must be of whole documents, got one rank's shard of a row; pass "
+    "sequence_parallel_group= to patch_model."
+)
+
+
 class PackedForward:
     """The documents of one forward, and the route of each kind of layer.
 
@@ -77,7 +88,9 @@ class PackedForward:
             checkpoint runs a training forward without them first, and a trainer's reference model
             should round as the policy does, which it does by the same kernel.
         kinds: of the model's layers, as far as they are known.
-        group: the ranks over which the row is sharded; None if it is not.
+        group: the ranks over which the row is sharded; None if it is not. The layout is that of
+            this rank's pieces of documents, or, where heads are exchanged, of the whole row.
+        exchanges_heads: whether the ranks exchange heads for tokens (Ulysses).
         has_temperature: whether layers scale queries by their position in the row.
         chunk_size: tokens of a chunk, in the layers that have chunks.
         routes: by kind; built before the first layer, or on request of a layer of another kind.
@@ -108,7 +121,10 @@ class PackedForward:
     ) -> None:
         self.layout, self.backend, self.group = layout, backend, group
         self.deterministic, self.batch_invariant = deterministic, batch_invariant
-        self.training, self.kinds = training, kinds
+        self.exchanges_heads = group is not None and layout.shard is None
+        self.training, self.kinds = training, tuple(map(self._on_this_rank, kinds))
+        if layout.shard is not None and group is None:
+            raise ValueError(A_SHARD_ALONE)
         self.chunk_size, self.has_temperature = chunk_size, has_temperature
         self.routes: dict[LayerKind, Route] = {}
         self.fills_cache = False
@@ -123,8 +139,17 @@ class PackedForward:
     @property
     def tokens_here(self) -> int:
         """T, or under a group the tokens of a shard."""
-        size = 1 if self.group is None else dist.get_world_size(self.group)
+        size = dist.get_world_size(self.group) if self.exchanges_heads else 1
         return self.layout.total_tokens // size
+
+    @property
+    def exchange(self) -> KeyExchange | None:
+        """How keys of cut documents travel between the ranks; None if none is cut."""
+        return None if self.layout.shard is None else self.layout.shard.exchange
+
+    def _on_this_rank(self, kind: LayerKind) -> LayerKind:
+        """The kind with the heads that this rank attends with."""
+        return kind.per_rank(dist.get_world_size(self.group)) if self.exchanges_heads else kind
 
     def to(
         self, device: torch.device | str | int | None, *, non_blocking: bool = False
@@ -168,6 +193,23 @@ class PackedForward:
             with suppress(NotImplementedError):
                 self.routes[kind] = self._make_route(kind, dtype, needs_grad)
 
+    def attend(
+        self, kind: LayerKind, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """The output of a layer, `[T, H, D]`; with a group, of this rank's tokens.
+
+        Raises:
+            NotImplementedError: the backend cannot serve the kind, or the tensors have tangents.
+        """
+        route = self.route(self._on_this_rank(kind), q.dtype, needs_gradients(q, k, v, sinks))
+        if forward_ad._current_level >= 0:
+            refuse_forward_mode(route.backend.name, q, k, v, sinks)
+        if self.exchanges_heads:
+            return attend_sharded(q, k, v, sinks, route.attend, self.group)
+        if self.exchange is not None:
+            k, v = gather_keys(k, v, self.exchange, self.group)
+        return route.attend(q, k, v, sinks)
+
     def route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
         """The route of a kind of layer; kinds with equal masks share a plan.
 
@@ -187,17 +229,19 @@ class PackedForward:
         return made
 
     def _make_route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
-        layout = self.layout
+        layout, exchange = self.layout, self.exchange
+        layout_k = None if exchange is None else exchange.layout_k
         call = kind.call(
             layout.device,
             dtype,
             needs_grad=needs_grad,
             trees=layout.segments is not None,
+            cross=layout_k is not None,
             deterministic=self.deterministic,
             batch_invariant=self.batch_invariant,
-            past_int32=is_past_int32(layout, layout, kind.num_heads, kind.head_dim),
+            past_int32=is_past_int32(layout, layout_k or layout, kind.num_heads, kind.head_dim),
         )
-        mask = DocumentMask(layout, call.spec)
+        mask = DocumentMask(layout, call.spec, layout_k=layout_k)
         backend = self._backend_for(kind, call, mask)
         for other in tuple(self.routes.values()):
             if other.backend is backend and other.mask.spec == call.spec:

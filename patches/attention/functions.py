@@ -14,15 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from flexvarlen.attention.api import needs_gradients, refuse_forward_mode, to_one_head_dim
+from flexvarlen.attention.api import to_one_head_dim
 from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
-from flexvarlen.parallel.ulysses import attend_sharded
 from flexvarlen.patches.attention.context import PackedForward, PackedVision, Unpacked
 from flexvarlen.patches.attention.decoding import attend_to_cache
 from flexvarlen.patches.attention.without_patch import (
@@ -108,15 +105,7 @@ def _attention_function(backend: str) -> Attention:
             q = own_temperature(module, q, context, row_tokens)
         if v_dim != head_dim:
             q, k, v = to_one_head_dim(q, k, v)
-        if context.group is not None:
-            kind = kind.per_rank(dist.get_world_size(context.group))
-        route = context.route(kind, q.dtype, needs_gradients(q, k, v, sinks))
-        if forward_ad._current_level >= 0:
-            refuse_forward_mode(route.backend.name, q, k, v, sinks)
-        if context.group is None:
-            out, _ = route.backend.attend(q, k, v, sinks, route.call, route.mask, route.plan)
-        else:
-            out = attend_sharded(q, k, v, sinks, route.attend, context.group)
+        out = context.attend(kind, q, k, v, sinks)
         if v_dim < head_dim:
             out = out[..., :v_dim]
         return out.reshape(batch, row_tokens, heads, v_dim), None

@@ -1,8 +1,9 @@
-"""Sequence parallelism in a patched model: supported models, and checks of the forward's inputs.
+"""Sequence parallelism in a patched model: checks of the group and of the forward's inputs.
 
-Each rank runs the model on its shard of one row; only attention exchanges heads for tokens and
-sees the whole row (`flexvarlen.parallel`). So nothing else may depend on a token's position in the
-row, and only the layout of the whole row gives the documents.
+Each rank runs the model on its shard of one row; only in attention do the ranks exchange keys, or
+heads for tokens (`flexvarlen.parallel`). So nothing else may depend on a token's position in the
+row, and only the layout gives the documents: that of the shard, or to exchange heads that of the
+whole row.
 
 Shapes: P ranks, T tokens of the whole row, S = T/P of a shard.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -19,7 +21,6 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.ulysses import shard_tokens
 from flexvarlen.patches.forward.heads import user_loss
 from flexvarlen.patches.forward.inputs import CACHE_NAMES
-from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.why_not import ROUTER_LOGITS_OF_A_SHARD
 
 if TYPE_CHECKING:
@@ -28,19 +29,14 @@ if TYPE_CHECKING:
     from flexvarlen.patches.forward.inputs import ForwardInputs
 
 
-def kinds_per_rank(kinds: tuple[LayerKind, ...], group: ProcessGroup) -> tuple[LayerKind, ...]:
-    """The kinds of a model's layers, with the heads that each rank of the group attends with.
-
-    Raises:
-        ValueError: this process is not in the group, or the heads cannot be divided by its ranks.
-    """
+def check_group(group: Any) -> None:
+    """Raise ValueError unless it is a group of ranks, and this process is one of them."""
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError(
             "sequence_parallel_group must be a torch.distributed ProcessGroup that this process is "
             f"in, got {type(group).__name__}; pass torch.distributed.group.WORLD, or "
             "mesh.get_group(name) of a DeviceMesh."
         )
-    return tuple(kind.per_rank(dist.get_world_size(group)) for kind in kinds)
 
 
 _OF_WHOLE_ROWS = ("attention_mask", *CACHE_NAMES, "use_cache", "logits_to_keep")
@@ -64,25 +60,16 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
         if given is not None and not (isinstance(given, int) and given == 0):
             raise ValueError(
                 f"{name} must be left out under sequence_parallel_group, got it with a shard of a "
-                "row: packed_layout of the whole row alone gives its documents and padding, and "
-                "nothing is cached or generated; call fv.shard_row on a batch with packed_layout, "
-                "or unpatch_model."
+                "row: packed_layout alone gives its documents and padding, and nothing is cached "
+                "or generated; call fv.shard_row on a batch with packed_layout, or unpatch_model."
             )
-    layout = boundaries["packed_layout"]
-    size, (batch, row_tokens) = dist.get_world_size(group), tokens.shape[:2]
+    layout, (batch, row_tokens) = boundaries["packed_layout"], tokens.shape[:2]
     if not isinstance(layout, PackedLayout):
         raise ValueError(
-            "packed_layout of the whole row must come with each rank's shard under "
-            f"sequence_parallel_group, a PackedLayout, got {type(layout).__name__}; call "
-            "fv.shard_row on a batch that has one."
+            "packed_layout must come with each rank's shard under sequence_parallel_group, a "
+            f"PackedLayout, got {type(layout).__name__}; call fv.shard_row on a batch that has one."
         )
-    if batch != 1 or layout.total_tokens != size * row_tokens or layout.device != tokens.device:
-        raise ValueError(
-            f"packed_layout must cover the {row_tokens} tokens of each of {size} ranks on "
-            f"{tokens.device}, and input_ids be [1, {row_tokens}], got {layout.total_tokens} "
-            f"tokens on {layout.device} and {batch} rows; call fv.shard_row on the whole row, "
-            "padded to a multiple of the ranks, or run whole rows inside `with fv.patched(model):`."
-        )
+    _check_layout(layout, batch, row_tokens, tokens.device, group)
     for name in ("position_ids", "labels", "shift_labels"):
         given = inputs.get(name)
         if given is not None and given.shape != (1, row_tokens):
@@ -95,7 +82,30 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
     if forward.returns_router_logits:
         raise NotImplementedError(ROUTER_LOGITS_OF_A_SHARD)
     if inputs.get("position_ids") is None:
-        inputs["position_ids"] = shard_tokens(layout.position_ids(), group)[None]
+        positions = layout.position_ids()
+        shared = positions if layout.shard is not None else shard_tokens(positions, group)
+        inputs["position_ids"] = shared[None]
+
+
+def _check_layout(
+    layout: PackedLayout, batch: int, row_tokens: int, device: torch.device, group: ProcessGroup
+) -> None:
+    """Raise unless the layout is that of this rank's shard, or of the whole row."""
+    size, shard = dist.get_world_size(group), layout.shard
+    covered = row_tokens * (size if shard is None else 1)
+    if batch != 1 or layout.total_tokens != covered or layout.device != device:
+        raise ValueError(
+            f"packed_layout must cover the {row_tokens} tokens of each of {size} ranks on "
+            f"{device}, and input_ids be [1, {row_tokens}], got {layout.total_tokens} "
+            f"tokens on {layout.device} and {batch} rows; call fv.shard_row on the whole row, "
+            "padded to a multiple of the ranks, or run whole rows inside `with fv.patched(model):`."
+        )
+    here = dist.get_rank(group), size
+    if shard is not None and (shard.rank, shard.ranks) != here:
+        raise ValueError(
+            f"packed_layout must be the shard of rank {here[0]} of {size}, got that of rank "
+            f"{shard.rank} of {shard.ranks}; call fv.shard_row with the group of the model."
+        )
 
 
 def _check_loss(module: nn.Module, inputs: dict[str, Any]) -> None:

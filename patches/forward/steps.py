@@ -259,9 +259,10 @@ def set_positions(forward: ForwardInputs, layout: PackedLayout) -> None:
 def mask_first_labels(forward: ForwardInputs, layout: PackedLayout) -> None:
     """Mask the labels at documents' first tokens, where labels are next tokens.
 
-    Other heads' labels belong to the tokens themselves, and so do a tree's.
+    Other heads' labels belong to the tokens themselves, and so do a tree's. Those of a shard's
+    documents come shifted from `shard_row`, which masks them.
     """
-    if forward.parts.head in CAUSAL and layout.segments is None:
+    if forward.parts.head in CAUSAL and layout.segments is None and layout.shard is None:
         first = unpredicted_tokens(layout)
         mask_labels(forward.module, forward.inputs, first, forward.group, packs=forward.packs)
 

@@ -6,6 +6,7 @@ its images in batches and is not patched.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -148,18 +149,19 @@ class LayerKind(NamedTuple):
         *,
         needs_grad: bool,
         trees: bool = False,
+        cross: bool = False,
         deterministic: bool = False,
         batch_invariant: bool = False,
         past_int32: bool = False,
     ) -> AttentionCall:
-        """The `AttentionCall` of such a layer, over trees or over documents.
+        """The `AttentionCall` of such a layer, over trees or documents, or `cross` other keys.
 
         Raises:
             ValueError: a scale or softcap that is not positive and finite.
         """
         check_numbers(self.softcap, self.scale)
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
-        spec = self.spec.of_trees() if trees else self.spec
+        spec = self.spec.of_trees() if trees else replace(self.spec, cross=cross)
         numbers = (self.scale, self.softcap, self.sinks)
         guarantees = (deterministic, batch_invariant)
         # Not changed by _replace: torch 2.11 cannot break a compiled graph that keeps such a copy.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flexvarlen.parallel.ulysses import shard_tokens
@@ -22,12 +23,12 @@ def own_temperature(
 ) -> Tensor:
     """Rescale queries from the scale of their position in the row to that in their document.
 
-    Unchanged in short rows and in layers with RoPE. With a
-    group these are the queries of a shard of S tokens, and the layout is that of the whole row.
+    Unchanged in short rows and in layers with RoPE. With a group these are the queries of a shard
+    of S tokens.
     """
     layout, group = context.layout, context.group
     floor_scale: Any = layer.floor_scale
-    longest = row_tokens if group is None else layout.total_tokens
+    longest = row_tokens if group is None else row_tokens * dist.get_world_size(group)
     if layer.use_rope or longest < floor_scale:
         return q_THD
     in_row = torch.arange(q_THD.shape[0], device=q_THD.device) % row_tokens
@@ -36,7 +37,7 @@ def own_temperature(
         position_T = causal_positions(layout, batch)
     else:
         position_T = context.padded.offsets_in_rows()[0]
-    if group is not None:
+    if context.exchanges_heads:
         position_T = shard_tokens(position_T, group)
 
     def scale(position_T: Tensor) -> Tensor:

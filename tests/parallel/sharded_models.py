@@ -156,8 +156,8 @@ def copies() -> dict[str, str]:
 WHOLE = "packed_layout must cover the"
 OUT = "must be left out under sequence_parallel_group"
 REFUSED = {
-    "no layout": "packed_layout of the whole row must come",
-    "lengths for a layout": "packed_layout of the whole row must come",
+    "no layout": "packed_layout must come with each rank's shard",
+    "lengths for a layout": "packed_layout must come with each rank's shard",
     "layout of the shard": WHOLE,
     "another shard": WHOLE,
     "two rows": WHOLE,
@@ -197,6 +197,8 @@ def refused(ranks: int) -> dict[str, str]:
 
     losing = fv.patch_model(new_model("llama", **FEW_KV_HEADS), sequence_parallel_group=group)
     losing.loss_function = lambda logits, labels, vocab_size, **more: logits.sum() / labels.numel()
+    three_heads = new_model("llama", num_attention_heads=3, num_key_value_heads=3)
+    fv.patch_model(three_heads, sequence_parallel_group=group)
 
     def patch(kind: str, group: Any = group, **changes: Any) -> None:
         fv.patch_model(new_model(kind, **changes), sequence_parallel_group=group)
@@ -224,7 +226,7 @@ def refused(ranks: int) -> dict[str, str]:
         "images": lambda: patch("qwen2_vl"),
         "longrope": lambda: patch("phi3"),
         "auxiliary loss in the config": lambda: patch("mixtral", output_router_logits=True),
-        "heads": lambda: patch("llama", num_attention_heads=3, num_key_value_heads=3),
+        "heads": lambda: three_heads(**shard),
         "group": lambda: patch("llama", "sp"),
     }
     said = {}

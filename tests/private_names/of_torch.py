@@ -9,7 +9,6 @@ _OPERATOR = "attention/backends/cu_seqlens/operator.py"
 _BACKEND = "attention/backends/cu_seqlens/backend.py"
 _VARLEN = "attention/backends/cu_seqlens/varlen.py"
 _FLEX = "attention/backends/compiled_flex.py"
-_FUNCTIONS = "patches/attention/functions.py"
 _LAYERS = "patches/models/layers.py"
 _RECURRENT = "patches/forward/recurrent_layers.py"
 _METRICS = "measure/compilation.py"
@@ -18,7 +17,7 @@ TORCH = (
     Name("torch._C._functorch.is_functorch_wrapped_tensor", "attention/api.py"),
     Name(
         "torch.autograd.forward_ad._current_level",
-        f"attention/api.py {_FUNCTIONS}",
+        "attention/api.py patches/attention/context.py",
         holds=behaviour.no_forward_mode_by_default,
     ),
     Name(
