@@ -131,8 +131,8 @@ class DocumentMask:
         require_layout("layout", layout)
         if layout_k is None and layout.shard is not None and layout.shard.exchange is not None:
             raise ValueError(
-                "layout must be of whole documents, got one rank's shard of a row in which some are "
-                "cut; call flexvarlen.parallel.documents.documents_attention."
+                "layout must be of whole documents, got one rank's shard of a row with cut "
+                "ones; call flexvarlen.parallel.documents.documents_attention."
             )
         if layout_k is None and prefix is None and not isinstance(window, tuple | list):
             spec = _plain_spec(causal, window, chunk, align)
