@@ -1,0 +1,222 @@
+"""What a rank of test_documents.py does: every case, its share of outputs and gradients saved."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flexvarlen as fv
+from flexvarlen.parallel.documents import documents_attention
+from flexvarlen.parallel.plan import plan_row
+from flexvarlen.parallel.sharded_layout import sharded_layout
+from tests.tiny_models import VOCABULARY, new_model
+
+WORLD = 8
+GROUPS = {2: (6, 7), 3: (1, 2, 3), 4: (0, 2, 4, 6), 8: tuple(range(8))}
+"""The processes of the world that share a row, by their number: one start for all cases."""
+TOKENS = 120  # which these numbers divide
+ROWS = {
+    "mixed": (37, 1, 40, 22, 9),  # and 11 tokens of padding
+    "long": (100, 1, 19),  # longer than a rank
+    "one": (120,),
+    "short": (1,) * 60,  # each whole on a rank, however many
+}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call of `documents_attention`, and of `packed_attention` on the whole row.
+
+    Attributes:
+        heads: of queries, and of keys and values.
+    """
+
+    name: str
+    ranks: int
+    row: str
+    heads: tuple[int, int] = (6, 2)
+    options: dict[str, Any] = field(default_factory=dict)
+    compiled: bool = False
+
+    def inputs(self):
+        """q, k, v and the cotangent of the whole row, sinks or None."""
+        generator = torch.Generator().manual_seed(0)
+        heads, kv_heads = self.heads
+        q, k, v, cotangent = (
+            torch.randn(TOKENS, n, 16, generator=generator, dtype=torch.float64)
+            for n in (heads, kv_heads, kv_heads, heads)
+        )
+        sinks = torch.randn(heads, generator=generator, dtype=torch.float64)
+        return [q, k, v], cotangent, sinks if self.options.get("sinks") else None
+
+    def keywords(self, sinks):
+        return {"backend": "sdpa", **self.options} | ({} if sinks is None else {"sinks": sinks})
+
+    def share(self, group: Any) -> dict[str, Any]:
+        qkv, cotangent, sinks = self.inputs()
+        here, layout = shard_of(ROWS[self.row], group, causal=self.options.get("causal", True))
+        leaves = [x[here].requires_grad_() for x in qkv]
+        shared = [] if sinks is None else [sinks.requires_grad_()]
+
+        def call(*leaves):
+            return documents_attention(*leaves, layout, group=group, **self.keywords(sinks))
+
+        if self.compiled:
+            torch._dynamo.reset()
+            call = torch.compile(call, fullgraph=True, backend="aot_eager")
+        seen = Collectives()
+        with nullcontext() if self.compiled else seen:
+            out = call(*leaves)
+            gradients = torch.autograd.grad(out, [*leaves, *shared], cotangent[here])
+        return {
+            "tokens": here,
+            "out": out.detach(),
+            "gradients": gradients,
+            "collectives": seen.count,
+        }
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the operators that wait for other ranks."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += any(word in func.name() for word in ("c10d", "gather_keys"))
+        return func(*args, **kwargs or {})
+
+
+def shard_of(lengths: tuple[int, ...], group: Any, *, causal: bool = True):
+    """The tokens of the row that this rank has, and its layout."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    plan = plan_row(lengths, ranks, total_tokens=TOKENS)
+    here = torch.from_numpy(plan.order()).view(ranks, -1)[rank]
+    return here, sharded_layout(plan.pieces, TOKENS // ranks, rank, causal=causal)
+
+
+REFERENCE = {"backend": "reference"}
+CALLS = (
+    Attention("two_ranks", 2, "mixed"),
+    Attention("three_ranks", 3, "mixed", heads=(4, 1)),
+    Attention("four_ranks", 4, "long"),
+    Attention("eight_ranks", 8, "one", heads=(3, 3)),
+    Attention("nothing_cut", 4, "short"),
+    Attention("window", 3, "long", options={"window": 30}),
+    Attention("chunk", 4, "one", options={"chunk": 25}),
+    Attention("window_in_eight", 8, "mixed", options={"window": 9}),
+    Attention("softcap", 2, "long", options=REFERENCE | {"softcap": 5.0}),
+    Attention("sinks", 3, "one", options=REFERENCE | {"sinks": True}),
+    Attention("bidirectional", 4, "mixed", options={"causal": False}),
+    Attention("compiled", 2, "one", compiled=True),
+)
+
+
+def batch_of(lengths: tuple[int, ...]) -> dict[str, Any]:
+    """One packed row, with labels."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    ids = torch.randint(3, VOCABULARY, (1, TOKENS), generator=generator)
+    layout = fv.PackedLayout.from_lengths(lengths, total_tokens=TOKENS)
+    return {"input_ids": ids, "labels": ids.clone(), "packed_layout": layout}
+
+
+def shard_row(batch: dict[str, Any], group: Any) -> dict[str, Any]:
+    layout = batch["packed_layout"]
+    here, own = shard_of(layout.lengths, group)
+    shifted = batch["labels"][0].roll(-1)
+    shifted[((layout.position_ids() == 0) | ~layout.real_tokens()).roll(-1)] = -100
+    found = {name: batch[name][:, here] for name in ("input_ids", "labels")}
+    count = (shifted != -100).sum()
+    return {
+        **found,
+        "packed_layout": own,
+        "shift_labels": shifted[here][None],
+        "num_items_in_batch": count,
+    }
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of `kind` trained for one step on so many ranks."""
+
+    name: str
+    kind: str
+    ranks: int
+    row: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    backend: str = "sdpa"
+    checkpointing: bool = False
+
+    def new(self, **arguments: Any):
+        model = new_model(self.kind, **self.changes).train()
+        if self.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return fv.patch_model(model, self.backend, **arguments)
+
+    def share(self, group: Any) -> dict[str, Any]:
+        """Logits, loss and gradients of this rank; twice, to be bitwise equal."""
+        model = self.new(sequence_parallel_group=group, deterministic=True)
+        shard = shard_row(batch_of(ROWS[self.row]), group)
+        found = []
+        for _ in range(2):
+            out = model(**shard)
+            model.zero_grad()
+            out.loss.backward()
+            gradients = {name: x.grad for name, x in model.named_parameters()}
+            found.append({"logits": out.logits.detach()[0], "loss": out.loss.detach(), **gradients})
+        first, second = found
+        same = all(first[name].equal(second[name]) for name in first)
+        here, _ = shard_of(ROWS[self.row], group)
+        return {"found": first, "tokens": here, "same_bits": same}
+
+
+MODELS = (
+    Model("dense", "llama", 3, "mixed", checkpointing=True),
+    Model("windows", "qwen3_windows", 2, "long"),
+    Model("softcap_and_windows", "gemma2", 4, "mixed", backend="reference"),
+    Model("chunks_and_temperature", "llama4_text", 3, "one"),
+    Model("sinks_and_experts", "gpt_oss", 2, "mixed", backend="reference"),
+    Model("experts", "mixtral", 4, "long"),
+    Model("latent_attention", "deepseek_v3", 2, "one"),
+    Model("in_eight_ranks", "qwen3", 8, "mixed"),
+)
+
+
+def graphs(group: Any) -> dict[str, Any]:
+    """How often a model is compiled for rows of equal bounds, and whether its losses are right."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = Model("compiled", "llama", 2, "long", {"num_hidden_layers": 1})
+    eager = model.new(sequence_parallel_group=group)
+    called = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    errors = []
+    for lengths in ((100, 1, 19), (98, 3, 19), (101, 2, 17)):
+        shard = shard_row(batch_of(lengths), group)
+        loss = called(**shard).loss
+        loss.backward()
+        errors.append(float((loss - eager(**shard).loss).abs()))
+    return {"count": counters["stats"]["unique_graphs"], "errors": errors}
+
+
+def run(rank: int, folder: str) -> None:
+    """Every case of the groups that this process is in."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD
+    )
+    found: dict[Any, Any] = {}
+    for ranks, members in GROUPS.items():
+        group = dist.new_group(members)
+        if rank in members:
+            cases = [case for case in (*CALLS, *MODELS) if case.ranks == ranks]
+            found |= {case.name: case.share(group) for case in cases}
+            if ranks == 2:
+                found["graphs"] = graphs(group)
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()

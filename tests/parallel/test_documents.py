@@ -1,0 +1,79 @@
+"""A row cut by documents: the ranks attend and train as one process does on the whole row."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+import flexvarlen as fv
+from tests.parallel.documents_ranks import CALLS, GROUPS, MODELS, ROWS, TOKENS, WORLD, batch_of, run
+
+
+@pytest.fixture(scope="module")
+def shares(tmp_path_factory):
+    """What each rank of a group saved, by the number of ranks."""
+    folder = tmp_path_factory.mktemp("documents")
+    multiprocessing.set_forkserver_preload(["tests.parallel.documents_ranks"])
+    mp.start_processes(run, (str(folder),), nprocs=WORLD, start_method="forkserver")
+    saved = [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return {ranks: [saved[rank] for rank in members] for ranks, members in GROUPS.items()}
+
+
+def assert_near(actual, expected, name):
+    """Relative to the largest number, as sums over tokens have another order."""
+    error = (actual - expected).abs().max()
+    assert error <= 1e-5 * expected.abs().max(), name
+
+
+@pytest.mark.parametrize("case", CALLS, ids=lambda case: case.name)
+def test_ranks_attend_as_one_process(shares, case):
+    qkv, cotangent, sinks = case.inputs()
+    layout = fv.PackedLayout.from_lengths(ROWS[case.row], total_tokens=TOKENS)
+    leaves = [x.requires_grad_() for x in (*qkv, *([] if sinks is None else [sinks]))]
+    expected = fv.packed_attention(*leaves[:3], layout, **case.keywords(sinks))
+    gradients = torch.autograd.grad(expected, leaves, cotangent)
+    own = [share[case.name] for share in shares[case.ranks]]
+    order = torch.cat([share["tokens"] for share in own])
+    torch.testing.assert_close(torch.cat([share["out"] for share in own]), expected[order])
+    for index in range(3):
+        together = torch.cat([share["gradients"][index] for share in own])
+        torch.testing.assert_close(together, gradients[index][order])
+    if sinks is not None:
+        torch.testing.assert_close(sum(share["gradients"][3] for share in own), gradients[3])
+
+
+def test_nothing_travels_unless_a_document_is_cut(shares):
+    """Counted in the forward and the backward of attention."""
+    counts = {
+        case.name: {share[case.name]["collectives"] for share in shares[case.ranks]}
+        for case in CALLS
+        if not case.compiled
+    }
+    assert counts.pop("nothing_cut") == {0}
+    assert set.union(*counts.values()) == {2}
+
+
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+def test_a_model_trains_as_on_the_whole_row(shares, case):
+    """Logits, loss and all gradients, and the same bits in a second step."""
+    model = case.new()
+    out = model(**batch_of(ROWS[case.row]))
+    out.loss.backward()
+    own = [share[case.name] for share in shares[case.ranks]]
+    assert all(share["same_bits"] for share in own)
+    found = [share["found"] for share in own]
+    order = torch.cat([share["tokens"] for share in own])
+    logits = torch.cat([each["logits"] for each in found])
+    assert_near(logits, out.logits.detach()[0, order], "logits")
+    assert_near(sum(each["loss"] for each in found), out.loss.detach(), "loss")
+    for name, parameter in model.named_parameters():
+        assert_near(sum(each[name] for each in found), parameter.grad, name)
+
+
+def test_one_graph_for_rows_of_equal_bounds(shares):
+    for share in shares[2]:
+        assert share["graphs"]["count"] == 1
+        assert max(share["graphs"]["errors"]) < 1e-6
