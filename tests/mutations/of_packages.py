@@ -4,6 +4,7 @@ from tests.mutations.mutation import Mutation
 
 LAYOUT, MASK = "flexvarlen/layout", "flexvarlen/mask"
 ATTENTION, BACKENDS = "flexvarlen/attention", "flexvarlen/attention/backends"
+DOCUMENTS = "tests/parallel/test_documents.py"
 CU_SEQLENS = f"{BACKENDS}/cu_seqlens"
 
 MUTATIONS = (
@@ -167,6 +168,41 @@ MUTATIONS = (
         "shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)",
         "shifted = shifted + 0",
         "tests/parallel/test_ulysses.py",
+    ),
+    Mutation(
+        "parallel: gradients of received keys are not returned",
+        "flexvarlen/parallel/gather_keys.py",
+        "summed[slot - alone :][:n] += returned[done : done + n]",
+        "pass",
+        DOCUMENTS,
+    ),
+    Mutation(
+        "parallel: a key that several ranks need counts as one rank's own",
+        "flexvarlen/parallel/gather_keys.py",
+        "for slot, _, n in (*runs[1:], *sends) if n",
+        "for slot, _, n in runs[1:] if n",
+        DOCUMENTS,
+    ),
+    Mutation(
+        "parallel: a piece attends to the pieces behind it",
+        "flexvarlen/parallel/exchange.py",
+        "if place.stop <= stop",
+        "if place.stop >= 0",
+        DOCUMENTS,
+    ),
+    Mutation(
+        "parallel: positions begin anew in each piece",
+        "flexvarlen/layout/packed_layout.py",
+        "positions + self.shard.starts[self.document_ids()]",
+        "positions",
+        DOCUMENTS,
+    ),
+    Mutation(
+        "parallel: keys travel though no document is cut",
+        "flexvarlen/parallel/exchange.py",
+        "if all(len(places) == 1 for places in documents.values()):",
+        "if not documents:",
+        DOCUMENTS,
     ),
     Mutation(
         "trees: a token sees branches beside its path",
