@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel.ulysses import shard_tokens
 
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
@@ -63,22 +62,37 @@ def shard_row(
             "mesh.get_group(name) of a DeviceMesh."
         )
     _require_one_row(batch, _why_no_row(batch, size), group)
+    rank = dist.get_rank(group)
+    return shard_batch(batch, rank, size, ignore_index=ignore_index)
+
+
+def shard_batch(
+    batch: Mapping[str, Any], rank: int, ranks: int, *, ignore_index: int = -100
+) -> dict[str, Any]:
+    """`shard_row` without a group, for collators: the shard of one of `ranks` ranks.
+
+    Raises:
+        ValueError: as `shard_row`, but for rows that differ between the ranks.
+    """
+    refusal = _why_no_row(batch, ranks)
+    if refusal is not None:
+        raise ValueError(refusal)
     layout: PackedLayout = batch["packed_layout"]
     if layout.segments is not None:
         raise NotImplementedError(
             "shard_row does not cut trees, whose branches would end in other shards; pack each "
             "path as a document."
         )
-    found = {
-        name: x if _is_whole(x) else shard_tokens(x[0], group)[None] for name, x in batch.items()
-    }
+    tokens = layout.total_tokens // ranks
+    here = slice(rank * tokens, (rank + 1) * tokens)
+    found = {name: x if _is_whole(x) else x[:, here] for name, x in batch.items()}
     if "labels" in batch:
         given = batch.get("shift_labels")
         shifted = batch["labels"][0].roll(-1) if given is None else given[0]
         # The row's first token starts a document or is padding, so roll also masks the last label.
         in_no_loss = ((layout.position_ids() == 0) | ~layout.real_tokens()).roll(-1)
         shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)
-        found["shift_labels"] = shard_tokens(shifted, group)[None]
+        found["shift_labels"] = shifted[None, here]
         found.setdefault("num_items_in_batch", (shifted != ignore_index).sum())
     return found
 
