@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.parallel.plan import plan_row
+from flexvarlen.parallel.sharded_layout import sharded_layout
 
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
+
+Method = Literal["documents", "ulysses"]
 
 
 def shard_row(
     batch: Mapping[str, Any],
     group: ProcessGroup | None = None,
     *,
+    method: Method = "documents",
     ignore_index: int = -100,
 ) -> dict[str, Any]:
     """Shard a batch that holds one packed row and is replicated on every rank.
@@ -33,14 +39,18 @@ def shard_row(
         batch: `packed_layout` over T tokens, with T a multiple of P; `input_ids` and other `[1, T]`
             columns with one value per token (`labels`, `position_ids`); and numbers.
         group: the ranks; None: all.
+        method: "documents" gives a rank whole documents, and pieces of P - 1 at most, whose keys
+            the ranks exchange in attention; "ulysses" gives it the next T/P tokens, and in
+            attention the ranks exchange heads for tokens, so P must divide the heads.
         ignore_index: the label that the loss ignores.
 
     Returns:
         This rank's batch, for a model patched with `sequence_parallel_group=group`. Tensors are
-        `[1, T/P]`. If `labels` is given, there are also `shift_labels`, the label of each next
-        token (the last one comes from the next rank) or those given, masked where the next token
-        starts a document, and `num_items_in_batch` (unless given), an integer tensor: the row's
-        number of unmasked labels. `packed_layout` and numbers are returned unchanged.
+        `[1, T/P]`; `position_ids` count in the documents. If `labels` is given, there are also
+        `shift_labels`, the label of each next token of the document (which another rank may have)
+        or those given, masked where there is none, and `num_items_in_batch` (unless given), an
+        integer tensor: the row's number of unmasked labels. Numbers are returned unchanged.
+        `packed_layout` is that of the rank's own tokens; with "ulysses" that of the row.
 
     The losses of the ranks then sum to the mean loss over the whole row, and their gradients sum
     likewise. DDP averages gradients over ranks, so multiply the loss by the number of ranks.
@@ -63,11 +73,16 @@ def shard_row(
         )
     _require_one_row(batch, _why_no_row(batch, size), group)
     rank = dist.get_rank(group)
-    return shard_batch(batch, rank, size, ignore_index=ignore_index)
+    return shard_batch(batch, rank, size, method=method, ignore_index=ignore_index)
 
 
 def shard_batch(
-    batch: Mapping[str, Any], rank: int, ranks: int, *, ignore_index: int = -100
+    batch: Mapping[str, Any],
+    rank: int,
+    ranks: int,
+    *,
+    method: Method = "documents",
+    ignore_index: int = -100,
 ) -> dict[str, Any]:
     """`shard_row` without a group, for collators: the shard of one of `ranks` ranks.
 
@@ -77,24 +92,49 @@ def shard_batch(
     refusal = _why_no_row(batch, ranks)
     if refusal is not None:
         raise ValueError(refusal)
+    if method not in get_args(Method):
+        raise ValueError(f"method must be 'documents' or 'ulysses', got {method!r}; choose one.")
     layout: PackedLayout = batch["packed_layout"]
     if layout.segments is not None:
         raise NotImplementedError(
             "shard_row does not cut trees, whose branches would end in other shards; pack each "
             "path as a document."
         )
-    tokens = layout.total_tokens // ranks
-    here = slice(rank * tokens, (rank + 1) * tokens)
-    found = {name: x if _is_whole(x) else x[:, here] for name, x in batch.items()}
+    if method == "documents":
+        here, own = _own_documents(layout, rank, ranks)
+    else:
+        here, own = torch.arange(layout.total_tokens).view(ranks, -1)[rank], layout
+
+    def share(x: Tensor) -> Tensor:
+        return x[:, here.to(x.device)]
+
+    found = {name: x if _is_whole(x) else share(x) for name, x in batch.items()}
+    found["packed_layout"] = own
+    found.setdefault("position_ids", share(layout.position_ids()[None]))
     if "labels" in batch:
         given = batch.get("shift_labels")
         shifted = batch["labels"][0].roll(-1) if given is None else given[0]
         # The row's first token starts a document or is padding, so roll also masks the last label.
         in_no_loss = ((layout.position_ids() == 0) | ~layout.real_tokens()).roll(-1)
         shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)
-        found["shift_labels"] = shifted[None, here]
+        found["shift_labels"] = share(shifted[None])
         found.setdefault("num_items_in_batch", (shifted != ignore_index).sum())
     return found
+
+
+def _own_documents(layout: PackedLayout, rank: int, ranks: int) -> tuple[Tensor, PackedLayout]:
+    """The tokens of the row that a rank has, int64 `[T/P]` on the host, and their layout."""
+    boundaries = layout.cu_seqlens_host
+    starts = (layout.cu_seqlens if boundaries is None else boundaries).tolist()
+    is_padding = [False] * (layout.total_tokens + 1)
+    if layout.padding is not None:
+        is_padding[: layout.total_tokens] = layout.padding.tolist()
+    documents = [pair for pair in pairwise(starts) if pair[0] < pair[1] and not is_padding[pair[0]]]
+    lengths = [stop - start for start, stop in documents]
+    plan = plan_row(lengths, ranks, total_tokens=layout.total_tokens)
+    order = torch.from_numpy(plan.order([start for start, _ in documents]))
+    own = sharded_layout(plan.pieces, plan.tokens_per_rank, rank, device=layout.device)
+    return order.view(ranks, -1)[rank], own
 
 
 def _is_whole(x: Any) -> bool:

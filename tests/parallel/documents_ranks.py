@@ -126,21 +126,6 @@ def batch_of(lengths: tuple[int, ...]) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids.clone(), "packed_layout": layout}
 
 
-def shard_row(batch: dict[str, Any], group: Any) -> dict[str, Any]:
-    layout = batch["packed_layout"]
-    here, own = shard_of(layout.lengths, group)
-    shifted = batch["labels"][0].roll(-1)
-    shifted[((layout.position_ids() == 0) | ~layout.real_tokens()).roll(-1)] = -100
-    found = {name: batch[name][:, here] for name in ("input_ids", "labels")}
-    count = (shifted != -100).sum()
-    return {
-        **found,
-        "packed_layout": own,
-        "shift_labels": shifted[here][None],
-        "num_items_in_batch": count,
-    }
-
-
 @dataclass(frozen=True)
 class Model:
     """A model of `kind` trained for one step on so many ranks."""
@@ -162,7 +147,7 @@ class Model:
     def share(self, group: Any) -> dict[str, Any]:
         """Logits, loss and gradients of this rank; twice, to be bitwise equal."""
         model = self.new(sequence_parallel_group=group, deterministic=True)
-        shard = shard_row(batch_of(ROWS[self.row]), group)
+        shard = fv.shard_row(batch_of(ROWS[self.row]), group)
         found = []
         for _ in range(2):
             out = model(**shard)
@@ -197,7 +182,7 @@ def graphs(group: Any) -> dict[str, Any]:
     called = torch.compile(eager, fullgraph=True, backend="aot_eager")
     errors = []
     for lengths in ((100, 1, 19), (98, 3, 19), (101, 2, 17)):
-        shard = shard_row(batch_of(lengths), group)
+        shard = fv.shard_row(batch_of(lengths), group)
         loss = called(**shard).loss
         loss.backward()
         errors.append(float((loss - eager(**shard).loss).abs()))

@@ -94,7 +94,7 @@ class Model:
         elif self.wrapper == "fsdp":
             for layer in (*inner.model.layers, inner):
                 fully_shard(layer)
-        shard = fv.shard_row(self.batches()[row], group)
+        shard = fv.shard_row(self.batches()[row], group, method="ulysses")
         if self.groups > 1:
             count = shard["num_items_in_batch"].clone()
             dist.all_reduce(count, group=mesh.get_group(0))
@@ -136,7 +136,7 @@ def copies() -> dict[str, str]:
     """Of a patched model."""
     group = dist.group.WORLD
     model = fv.patch_model(new_model("llama"), "sdpa", sequence_parallel_group=group)
-    shard = fv.shard_row(batch_of(0), group)
+    shard = fv.shard_row(batch_of(0), group, method="ulysses")
     logits = model(**shard).logits
     same = copy.deepcopy(model)(**shard).logits.equal(logits)
     with fv.patched(model):
@@ -188,7 +188,7 @@ def refused(ranks: int) -> dict[str, str]:
     group = dist.group.WORLD
     model = fv.patch_model(new_model("mixtral", **FEW_KV_HEADS), sequence_parallel_group=group)
     row = batch_of(0)
-    layout, whole = row["packed_layout"], fv.shard_row(row, group)
+    layout, whole = row["packed_layout"], fv.shard_row(row, group, method="ulysses")
     own = fv.PackedLayout.from_lengths([TOKENS // ranks])
     shard = {name: whole[name] for name in ("input_ids", "packed_layout")}
     tokens = shard["input_ids"]

@@ -83,10 +83,10 @@ def run(rank: int, ranks: int, folder: str) -> None:
         if case.ranks == ranks:
             found[case.name] = share(case, rank)
     layout = fv.PackedLayout.from_lengths(LENGTHS, total_tokens=TOKENS)
-    own = shard_row({**BATCH, "packed_layout": layout, "extra": 3, "rate": 0.5})
+    own = shard_row({**BATCH, "packed_layout": layout, "extra": 3, "rate": 0.5}, method="ulysses")
     found["shard_row"] = {name: x for name, x in own.items() if name != "packed_layout"}
     counted = {"shift_labels": BATCH["labels"] + 5, "num_items_in_batch": torch.tensor(999)}
-    own = shard_row({**BATCH, "packed_layout": layout, **counted})
+    own = shard_row({**BATCH, "packed_layout": layout, **counted}, method="ulysses")
     found["shifted_and_counted"] = own["shift_labels"], own["num_items_in_batch"]
     found["tensor_types"] = tensor_types(layout)
     found["errors"] = errors(layout)
