@@ -38,7 +38,7 @@ class KeyExchange:
         layout_k: the keys of each of the rank's pieces, on the device of the tokens: those of its
             document up to the piece's end, or all of them if attention is bidirectional.
         runs: int64 `[N, 3]` on the host, (slot, row, tokens): where the rows of keys come from.
-        sends: int64 `[M, 3]` on the host, (destination, slot, tokens), by destination.
+        sends: int64 `[M, 3]` on the host, (slot, destination, tokens), by destination.
         received: int64 `[P]` on the host, the tokens received from each rank.
     """
 
@@ -83,7 +83,7 @@ class KeyExchange:
         )
         senders = [place.rank for places in needed for place in places]
         sends = [
-            (other, place.slot, place.tokens)
+            (place.slot, other, place.tokens)
             for other, places in enumerate(needed)
             for place in places
             if place.rank == rank

@@ -111,7 +111,7 @@ def gather_keys_backward(
         summed[tokens - alone :], _counts(sends, received), received.tolist(), group
     )
     returned, done = _wait_for(returning), 0
-    for _, slot, n in sends.tolist():  # rank after rank
+    for slot, _, n in sends.tolist():  # rank after rank
         summed[slot - alone :][:n] += returned[done : done + n]
         done += n
     own = _split(summed[: tokens - alone].to(dk_KHD.dtype), gradients)
@@ -148,7 +148,7 @@ gather_keys_forward.register_autograd(_backward, setup_context=_save)
 
 def _slices(x_CHD: Tensor, sends: Tensor) -> Tensor:
     """The tokens that are sent, `[S, Hkv, D]`."""
-    return torch.cat([x_CHD[:0], *(x_CHD[slot : slot + n] for _, slot, n in sends.tolist())])
+    return torch.cat([x_CHD[:0], *(x_CHD[slot : slot + n] for slot, _, n in sends.tolist())])
 
 
 def _copy_runs(
@@ -179,7 +179,7 @@ def _split(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def _counts(sends: Tensor, received: Tensor) -> list[int]:
     """The tokens sent to each rank."""
     counts = [0] * len(received)
-    for destination, _, n in sends.tolist():
+    for _, destination, n in sends.tolist():
         counts[destination] += n
     return counts
 

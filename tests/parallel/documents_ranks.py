@@ -26,6 +26,7 @@ ROWS = {
     "mixed": (37, 1, 40, 22, 9),  # and 11 tokens of padding
     "long": (100, 1, 19),  # longer than a rank
     "one": (120,),
+    "first": (80, 12, 4, 24),  # all tokens of the first of two ranks are sent
     "short": (1,) * 60,  # each whole on a rank, however many
 }
 
@@ -111,6 +112,7 @@ CALLS = (
     Attention("window", 3, "long", options={"window": 30}),
     Attention("chunk", 4, "one", options={"chunk": 25}),
     Attention("window_in_eight", 8, "mixed", options={"window": 9}),
+    Attention("all_tokens_sent", 2, "first"),
     Attention("softcap", 2, "long", options=REFERENCE | {"softcap": 5.0}),
     Attention("sinks", 3, "one", options=REFERENCE | {"sinks": True}),
     Attention("bidirectional", 4, "mixed", options={"causal": False}),
