@@ -1,0 +1,170 @@
+"""Which tokens of a row lie on which rank: none lost, as many on each, few cuts, even work."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from flexvarlen.parallel.plan import plan_row
+
+RANKS = st.one_of(st.integers(1, 8), st.integers(1, 64))
+LENGTHS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 3000)), max_size=80)
+
+
+def planned(lengths, ranks, padding=0, **options):
+    capacity = -(-(sum(lengths) + padding) // ranks)
+    return plan_row(lengths, ranks, total_tokens=capacity * ranks, **options)
+
+
+def log_normal_row(total, mean, sigma, rng):
+    """Documents in the order in which they are drawn, until one does not fit."""
+    drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, total // 10)
+    drawn = np.clip(drawn, 1, total).astype(int)
+    return drawn[: np.searchsorted(drawn.cumsum(), total, side="right")].tolist()
+
+
+def excess(plan):
+    """How much more attention work the rank with the most has than the mean."""
+    work = plan.work()
+    return max(work) / np.mean(work) - 1
+
+
+def places(plan):
+    """The (rank, start, stop) of each document, in the order of the ranks."""
+    found = defaultdict(list)
+    for rank, own in enumerate(plan.pieces):
+        for document, start, stop in own:
+            found[document].append((rank, start, stop))
+    return found
+
+
+ROWS = pytest.mark.parametrize("contiguous", [False, True])
+
+
+@ROWS
+@given(LENGTHS, RANKS, st.integers(0, 50))
+def test_each_token_lies_on_one_rank_and_padding_comes_last(contiguous, lengths, ranks, padding):
+    plan = planned(lengths, ranks, padding, contiguous=contiguous)
+    total = ranks * plan.tokens_per_rank
+    order = plan.order()
+    assert np.sort(order).tolist() == list(range(total))
+    for rank, tokens in enumerate(order.reshape(ranks, -1)):
+        real = plan.tokens_per_rank - plan.padding(rank)
+        assert (tokens[:real] < sum(lengths)).all(), "documents"
+        assert (tokens[real:] >= sum(lengths)).all(), "padding"
+        starts = np.cumsum([0, *lengths])
+        expected = [t + starts[d] for d, a, b in plan.pieces[rank] for t in range(a, b)]
+        assert tokens[:real].tolist() == expected
+
+
+@given(LENGTHS, RANKS, st.integers(0, 50))
+@example([4096], 64, 0)
+@example([3] * 30, 64, 0)
+def test_at_most_a_document_for_each_boundary_of_ranks_is_cut(lengths, ranks, padding):
+    plan = planned(lengths, ranks, padding)
+    cut = [d for d in plan.cut_documents if lengths[d] <= plan.tokens_per_rank]
+    assert len(cut) <= max(ranks - 1, 0)
+    assert set(plan.cut_documents) == {d for d, found in places(plan).items() if len(found) > 1}
+
+
+@given(LENGTHS, RANKS)
+def test_a_rank_has_the_first_and_the_last_of_what_is_left_of_a_cut_document(lengths, ranks):
+    """So at most two pieces, one that attends to few keys and one that attends to many."""
+    plan = planned(lengths, ranks)
+    for document, found in places(plan).items():
+        low, high = 0, lengths[document]
+        for rank in dict.fromkeys(rank for rank, _, _ in found):
+            own = [(start, stop) for other, start, stop in found if other == rank]
+            assert len(own) <= 2
+            for start, stop in own:
+                assert start == low or stop == high, (document, own)
+                low, high = (stop, high) if start == low else (low, start)
+            assert all(a[1] < b[0] for a, b in pairwise(own)), "two pieces that are one"
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=20), RANKS, st.randoms())
+def test_no_document_is_cut_where_longest_first_places_all_evenly(lengths, ranks, random):
+    """Each rank gets the same lengths, so that the longest first fill all alike."""
+    row = lengths * ranks
+    random.shuffle(row)
+    plan = planned(row, ranks)
+    assert plan.cut_documents == ()
+    assert excess(plan) < 1e-9
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
+def test_a_document_as_long_as_the_row_is_cut_into_equal_work(ranks):
+    plan = planned([4096 * ranks], ranks)
+    assert [sum(p.tokens for p in own) for own in plan.pieces] == [4096] * ranks
+    assert excess(plan) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("mean", "ranks", "tokens", "rows", "uneven", "worst"),
+    [
+        (500, 2, 16384, 60, 0.02, 0.06),
+        (500, 4, 16384, 60, 0.02, 0.06),
+        (500, 8, 32768, 40, 0.02, 0.06),
+        (500, 64, 16384, 4, 0.02, 0.06),
+        (2000, 2, 32768, 60, 0.02, 0.06),
+        (2000, 4, 16384, 60, 0.05, 0.15),
+        (8000, 8, 16384, 60, 0.10, 0.20),
+        (8000, 64, 32768, 10, 0.50, 0.10),
+    ],
+)
+def test_work_is_within_5_percent_of_the_mean(mean, ranks, tokens, rows, uneven, worst):
+    """Log-normal lengths; with few documents on a rank there is not always a choice."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(rows):
+        lengths = log_normal_row(ranks * tokens, mean, 1.0, rng)
+        found.append(excess(plan_row(lengths, ranks, total_tokens=ranks * tokens)))
+    assert np.mean(np.array(found) > 0.05) <= uneven
+    assert max(found) <= worst
+
+
+@given(LENGTHS, RANKS)
+def test_contiguous_ranks_are_the_row_as_it_is(lengths, ranks):
+    plan = planned(lengths, ranks, contiguous=True)
+    assert plan.order().tolist() == list(range(ranks * plan.tokens_per_rank))
+
+
+def test_padding_inside_a_row_goes_last_too():
+    """A run of padding is a document without tokens, and the others tell where they begin."""
+    plan = plan_row([3, 0, 2], 2, total_tokens=8)
+    order = plan.order(first_tokens=[1, 4, 5])
+    assert sorted(order.tolist()) == list(range(8))
+    padding = [
+        t for rank, own in enumerate(order.reshape(2, 4)) for t in own[-plan.padding(rank) :]
+    ]
+    assert sorted(padding) == [0, 4, 7]
+
+
+def test_a_million_tokens_take_less_than_20_ms():
+    rng = np.random.default_rng(0)
+    lengths = log_normal_row(2**20, 500, 1.0, rng)
+    took = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        plan_row(lengths, 64, total_tokens=2**20)
+        took.append(time.perf_counter() - begin)
+    assert min(took) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "total", "words"),
+    [
+        ([3], 2, 5, "total_tokens must be a multiple of the 2 ranks, got 5"),
+        ([3], 0, 4, "total_tokens must be a multiple of the 0 ranks"),
+        ([3, 3], 2, 4, "total_tokens must be at least those of all documents, 6, got 4"),
+    ],
+)
+def test_mistakes_are_sentences(lengths, ranks, total, words):
+    with pytest.raises(ValueError, match=words):
+        plan_row(lengths, ranks, total_tokens=total)
