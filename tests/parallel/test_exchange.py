@@ -1,0 +1,87 @@
+"""The keys of each piece are the tokens of its document: the exchange of all ranks, on one host."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from flexvarlen.parallel.plan import plan_row
+from flexvarlen.parallel.sharded_layout import sharded_layout
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
+
+
+def exchanged(shards, own):
+    """What each rank receives: of rank 0, then of rank 1, and so on.
+
+    Args:
+        shards: of all ranks.
+        own: the tokens of each rank.
+    """
+    sent = {}
+    for source, shard in enumerate(shards):
+        for to, slot, n in shard.exchange.sends.tolist():
+            sent.setdefault((source, to), []).extend(own[source][slot : slot + n])
+    for rank, shard in enumerate(shards):
+        counts = [len(sent.get((source, rank), [])) for source in range(len(shards))]
+        assert shard.exchange.received.tolist() == counts
+        yield [token for source in range(len(shards)) for token in sent.get((source, rank), [])]
+
+
+def rows_of_keys(exchange, slots):
+    """The token of each row of keys, of the rank's own and received ones; None in spare rows."""
+    rows = [None] * exchange.layout_k.total_tokens
+    for slot, row, n in exchange.runs.tolist():
+        assert rows[row : row + n] == [None] * n, "rows are filled once"
+        rows[row : row + n] = slots[slot : slot + n]
+    return rows
+
+
+@given(LENGTHS, st.integers(1, 16), st.integers(0, 9), st.booleans(), st.booleans())
+@example([100, 1, 19], 4, 0, True, False)
+@example([64], 16, 0, False, False)
+def test_the_keys_of_a_piece_are_its_documents(lengths, ranks, padding, causal, contiguous):
+    capacity = max(-(-(sum(lengths) + padding) // ranks), 1)
+    total = capacity * ranks
+    plan = plan_row(lengths, ranks, total_tokens=total, contiguous=contiguous)
+    layouts = [sharded_layout(plan.pieces, capacity, r, causal=causal) for r in range(ranks)]
+    shards = [layout.shard for layout in layouts]
+    if not plan.cut_documents:
+        assert all(shard.exchange is None for shard in shards)
+        return
+    own = plan.order().reshape(ranks, -1).tolist()
+    begins = np.cumsum([0, *lengths])
+    for rank, received in enumerate(exchanged(shards, own)):
+        assert len(received) == len(set(received)), "each key travels once to a rank"
+        assert not set(received) & set(own[rank]), "what it has does not"
+        rows = rows_of_keys(shards[rank].exchange, own[rank] + received)
+        bounds = shards[rank].exchange.layout_k.cu_seqlens.tolist()
+        queries = layouts[rank].cu_seqlens.tolist()
+        for slot, (document, start, stop) in enumerate(plan.pieces[rank]):
+            end = stop if causal else lengths[document]
+            expected = list(range(begins[document], begins[document] + end))
+            assert rows[bounds[slot] : bounds[slot + 1]] == expected
+            positions = layouts[rank].position_ids()[queries[slot] : queries[slot + 1]]
+            assert positions.tolist() == list(range(start, stop))
+        needed = {t for slot in rows if slot is not None for t in [slot]} - set(own[rank])
+        assert set(received) == needed, "nothing travels that no query needs"
+
+
+@given(LENGTHS, st.integers(2, 16))
+def test_sizes_are_the_same_on_all_ranks(lengths, ranks):
+    """Else a compiled graph of one rank would wait for the compilation of another."""
+    capacity = max(-(-sum(lengths) // ranks), 1)
+    plan = plan_row(lengths, ranks, total_tokens=capacity * ranks)
+    layouts = [sharded_layout(plan.pieces, capacity, rank) for rank in range(ranks)]
+
+    def sizes(layout):
+        exchange = layout.shard.exchange
+        found = [layout.capacity, layout.max_seqlen_bound, exchange is None]
+        if exchange is not None:
+            k = exchange.layout_k
+            found += [k.total_tokens, k.capacity, k.max_seqlen_bound]
+            found += [exchange.runs.shape, exchange.sends.shape, exchange.received.shape]
+        return found
+
+    assert all(sizes(layout) == sizes(layouts[0]) for layout in layouts)
