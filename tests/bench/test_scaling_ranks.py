@@ -12,8 +12,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.training import ranks, ranks_child, scaling_ranks, sequence, ulysses
+from flexvarlen.bench.suites.training import (
+    ranks,
+    ranks_child,
+    row_attention,
+    scaling_ranks,
+    sequence,
+)
 from flexvarlen.bench.suites.training.scaling_ranks_tables import efficiency_of
+from flexvarlen.parallel.plan import plan_row
 from flexvarlen.report.records import Record
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import record_case
@@ -41,14 +48,14 @@ def recorded(name, finding):
 
 def test_two_ranks_learn_from_a_document_what_one_does(one_rank):
     """The launch, too: torchrun, the child, its file."""
-    two = scaling_ranks.launch(CASES["sequence-2"], "sequence", CPU)
+    two = scaling_ranks.launch(CASES["sequence-2-one"], "sequence", CPU)
     assert two.status == "ok"
-    status, _, one = measured("sequence-1", "sequence")
+    status, _, one = measured("sequence-1-one", "sequence")
     assert status == "ok"
     for name in ("document_first_loss", "document_last_loss", "first_loss"):
         assert two.measures[name] == pytest.approx(one[name], rel=1e-5)
     assert one["document_last_loss"] < one["document_first_loss"]
-    text = scaling_ranks.SUITE.section([recorded("sequence-2", two)])
+    text = scaling_ranks.SUITE.section([recorded("sequence-2-one", two)])
     assert "one document of 160 tokens over all GPUs" in text
 
 
@@ -67,7 +74,7 @@ def test_ranks_live_on_after_the_limit(monkeypatch, tmp_path):
     monkeypatch.setattr(scaling_ranks, "CHILD", "sleeping_rank")
     monkeypatch.setattr(scaling_ranks, "LIMIT_S", 15.0)
     with pytest.raises(subprocess.TimeoutExpired):
-        scaling_ranks.launch(CASES["sequence-2"], "sequence", CPU)
+        scaling_ranks.launch(CASES["sequence-2-one"], "sequence", CPU)
     ranks = [int(path.name) for path in (tmp_path / "ranks").iterdir()]
     assert len(ranks) == 2
     for rank in ranks:
@@ -78,7 +85,7 @@ def test_ranks_live_on_after_the_limit(monkeypatch, tmp_path):
 def test_too_few_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(Unsupported, match="needs 2 GPUs, has 1"):
-        scaling_ranks.launch(CASES["sequence-2"], "sequence", torch.device("cuda"))
+        scaling_ranks.launch(CASES["sequence-2-one"], "sequence", torch.device("cuda"))
 
 
 def test_ddp_and_fsdp2_take_the_same_steps(one_rank):
@@ -98,7 +105,7 @@ def test_each_row_is_taken_once_in_either_order():
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"), [("training-1-shuffled", "ddp"), ("sequence-1", "sequence")]
+    ("name", "variant"), [("training-1-shuffled", "ddp"), ("sequence-1-one", "sequence")]
 )
 def test_a_loss_that_is_not_finite(one_rank, monkeypatch, name, variant):
     monkeypatch.setattr(ranks, "LEARNING_RATE", 1e30)  # the first loss is still right
@@ -119,16 +126,40 @@ def test_a_sequence_that_learns_from_half_the_row_is_wrong(one_rank, monkeypatch
         return collate
 
     monkeypatch.setattr(sequence, "pack", half)
-    status, reason, _ = measured("sequence-1", "sequence")
+    status, reason, _ = measured("sequence-1-one", "sequence")
     assert status == "wrong"
     assert "in the first step" in reason
 
 
-def test_ulysses_is_compared_and_timed(one_rank):
-    status, _, measures = measured("ulysses-2-heads4", "ulysses", ranks=1)
+@pytest.mark.parametrize("method", ["documents", "ulysses"])
+def test_attention_is_compared_and_timed(one_rank, method):
+    status, _, measures = measured("attention-2-several", method, ranks=1)
     assert status == "ok"
     assert measures["max_difference"] == 0
-    assert measures["ulysses_ms"] > 0
+    assert measures[f"{method}_ms"] > 0
+
+
+def test_a_row_over_two_ranks_is_timed_against_one():
+    """The launch; of a row whose documents all fit nothing is exchanged."""
+    found = scaling_ranks.launch(CASES["sequence-2-whole"], "sequence", CPU)
+    assert found.status == "ok"
+    assert found.measures["cut_documents"] == found.measures["exchanged_tokens"] == 0
+    assert found.measures["efficiency"] > 0
+    text = scaling_ranks.SUITE.section([recorded("sequence-2-whole", found)])
+    assert "| 160 in 16 documents, longest 20 | 2 | documents | 0 |" in text
+
+
+def test_the_rows_of_the_measures():
+    """10 documents of 65,536 tokens, and documents that are whole on 2 and on 4 ranks."""
+    case = {case.name: case for case in scaling_ranks.SUITE.cases(Options(CPU, quick=False))}
+    for count in (2, 4):
+        cut, whole = (
+            list(map(len, sequence._documents(case[f"sequence-{count}-{row}"], [[1]])))
+            for row in ("cut", "whole")
+        )
+        assert (len(cut), max(cut), sum(cut)) == (10, 13_657, 65_536)
+        assert plan_row(cut, count, total_tokens=65_536).cut_documents
+        assert plan_row(whole, count, total_tokens=65_536).cut_documents == ()
 
 
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
@@ -140,10 +171,10 @@ def test_ranks_that_answer_otherwise_are_wrong(name):
     def attend(q_THD, k_THD, v_THD):
         return fv.packed_attention(q_THD, k_THD, v_THD, layout, backend="sdpa")
 
-    right = ulysses._results(attend, inputs)
-    assert ulysses.compare(inputs, lengths, right, right)[1] is None
+    right = row_attention._results(attend, inputs)
+    assert row_attention.compare(inputs, lengths, right, right)[1] is None
     wrong = replace(right, **{name: right.named()[name].roll(1, 0)})
-    assert ulysses.compare(inputs, lengths, right, wrong)[1].startswith(f"{name} of tokens")
+    assert row_attention.compare(inputs, lengths, right, wrong)[1].startswith(f"{name} of tokens")
 
 
 def test_efficiency_is_against_one_gpu(tmp_path):

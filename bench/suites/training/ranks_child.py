@@ -34,15 +34,15 @@ from flexvarlen.bench.suites.training.ranks import (
     rows_of,
     timed,
 )
+from flexvarlen.bench.suites.training.row_attention import measure_attention
 from flexvarlen.bench.suites.training.scaling_ranks import (
     CASES,
+    AttentionCase,
     RanksCase,
     SequenceCase,
     TrainingCase,
-    UlyssesCase,
 )
 from flexvarlen.bench.suites.training.sequence import measure_sequence
-from flexvarlen.bench.suites.training.ulysses import measure_ulysses
 from flexvarlen.runner.failures import status_of
 
 WAITS = timedelta(minutes=3)
@@ -78,10 +78,10 @@ def join(kind: str) -> torch.device:
 
 def measured(variant: str, case: RanksCase, device: torch.device) -> Measured:
     """What one variant gave."""
-    if isinstance(case, UlyssesCase):
-        return measure_ulysses(case, device)
+    if isinstance(case, AttentionCase):
+        return measure_attention(case, variant, device)
     if isinstance(case, SequenceCase):
-        return measure_sequence(case, device)
+        return measure_sequence(case, variant, device)
     assert isinstance(case, TrainingCase)
     return measure_training(case, variant, device)
 

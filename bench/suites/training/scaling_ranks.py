@@ -4,8 +4,9 @@
                 in a shuffled order or in `BalancedSampler`'s. The rows are the same whatever the
                 number of ranks: Python's help topics in random order, cut where a row ends. FSDP2
                 shards each layer and the rest.
-    ulysses     attention over one long row through `ulysses_attention`, against one GPU
-    sequence    training on one document, cut over the ranks, which does not fit on one GPU
+    documents, ulysses    attention over one long row, cut by documents or by heads, against one GPU
+    sequence, sequence-ulysses    the same of a whole model; also training on one document that does
+                not fit on one GPU
 
 Each measurement is a launch of torchrun with one of `ranks_child`'s functions on every rank.
 """
@@ -74,8 +75,8 @@ class TrainingCase(RanksCase, GeometryCase):
 
 
 @dataclass(frozen=True)
-class UlyssesCase(RanksCase):
-    """Attention over one row of log-normal documents."""
+class AttentionCase(RanksCase):
+    """Attention over one row of log-normal documents, or of one if the mean is all its tokens."""
 
     tokens: int = 262_144
     mean_doc: int = 32_768
@@ -83,40 +84,43 @@ class UlyssesCase(RanksCase):
     num_kv_heads: int = 8
     head_dim: int = 128
 
-    kinds: ClassVar[tuple[str, ...]] = ("ulysses",)
+    kinds: ClassVar[tuple[str, ...]] = ("documents", "ulysses")
 
     @property
     def name(self) -> str:
-        return f"ulysses-{self.ranks}-heads{self.num_heads}"
+        return f"attention-{self.ranks}-{'one' if self.mean_doc == self.tokens else 'several'}"
 
 
 @dataclass(frozen=True)
 class SequenceCase(RanksCase, GeometryCase):
-    """A whole model trained on one document over all ranks.
+    """A whole model trained on one row over all ranks.
 
     Attributes:
         tokens: of the packed row that is compared with the reference.
-        document: tokens of the document that is timed.
+        row: that is timed: "one" document that one GPU cannot hold, so over all ranks only; or
+            against one GPU, documents that are "cut", or all lie "whole" on a rank.
+        document: tokens of the row that is timed.
         steps: timed.
     """
 
     geometry: str = "qwen3-1.7b"
     layers: int = 28
     tokens: int = 32_768
+    row: str = "one"
     document: int = 98_304
     steps: int = 3
     checkpointing: bool = True
 
-    kinds: ClassVar[tuple[str, ...]] = ("sequence",)
+    kinds: ClassVar[tuple[str, ...]] = ("sequence", "sequence-ulysses")
 
     @property
     def name(self) -> str:
-        return f"sequence-{self.ranks}"
+        return f"sequence-{self.ranks}-{self.row}"
 
 
-LaunchedCase = TrainingCase | UlyssesCase | SequenceCase
+LaunchedCase = TrainingCase | AttentionCase | SequenceCase
 CASES: dict[str, type[LaunchedCase]] = {
-    kind: each for each in (TrainingCase, UlyssesCase, SequenceCase) for kind in each.kinds
+    kind: each for each in (TrainingCase, AttentionCase, SequenceCase) for kind in each.kinds
 }
 """The kind of case by variant."""
 
@@ -127,14 +131,17 @@ class ScalingRanks(Suite[LaunchedCase]):
     name: ClassVar[str] = "scaling-ranks"
 
     def cases(self, options: Options) -> Sequence[LaunchedCase]:
-        training, ulysses, sequence = TrainingCase(), UlyssesCase(ranks=2), SequenceCase()
+        training, attention, sequence = TrainingCase(), AttentionCase(), SequenceCase()
+        one: dict[str, Any] = {"tokens": 131_072, "mean_doc": 131_072}
+        row: dict[str, Any] = {"document": 65_536, "layers": 14}
         if options.quick:
             tiny: dict[str, Any] = {"dtype": "float32", "backend": "sdpa"}
             model = {**tiny, "geometry": "qwen3-tiny", "layers": 2, "tokens": 96}
             heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
             training = replace(training, **model, timed_rows=4, warmup=1)
-            ulysses = replace(ulysses, **tiny, **heads, tokens=256, mean_doc=60)
+            attention = replace(attention, **tiny, **heads, tokens=256, mean_doc=60)
             sequence = replace(sequence, **model, document=160, steps=2)
+            one, row = {"mean_doc": 256}, {}
         several = [ranks for ranks in RANKS if 1 < ranks <= (2 if options.quick else 4)]
         return [
             training,
@@ -144,16 +151,21 @@ class ScalingRanks(Suite[LaunchedCase]):
                 for order in ("shuffled", "balanced")
             ),
             *(
-                replace(ulysses, ranks=ranks, num_heads=heads)
+                replace(attention, ranks=ranks, **changes)
                 for ranks in several
-                for heads in dict.fromkeys((ulysses.num_heads, ulysses.num_heads // 2))
-                if not options.quick or heads == ulysses.num_heads
+                for changes in ({}, one)
             ),
             *(replace(sequence, ranks=ranks) for ranks in (1, *several)),
+            *(
+                replace(sequence, ranks=ranks, row=kind, **row)
+                for ranks in several
+                for kind in ("cut", "whole")
+            ),
         ]
 
     def variants(self, case: LaunchedCase, options: Options) -> Sequence[str]:
-        return case.kinds
+        compared = not isinstance(case, SequenceCase) or case.row == "cut"
+        return case.kinds if compared else case.kinds[:1]
 
     def measure(self, case: LaunchedCase, variants: Sequence[str], options: Options) -> Findings:
         def launched(variant: str) -> Finding:

@@ -12,25 +12,31 @@ from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Table
 
 NAMES = {"ddp": "DDP", "fsdp2": "FSDP2"}
+CUT_BY = {"documents": "documents", "sequence": "documents"}
+"""How the row of a variant is cut; the others exchange heads."""
 COLORS = {"shuffled": "#56B4E9", "balanced": "#0072B2"}
 
 
 def groups_of(records: Sequence[Record], *variants: str) -> list[list[Record]]:
-    """Records of these variants on one model or row, which differ in ranks, order and heads."""
+    """Records of these variants on one model, which differ in rows, ranks, order and heads."""
     own = [r for r in records if r.case["variant"] in variants]
-    return records_alike(own, ("variant", "order", "ranks", "num_heads"))
+    of_attention = ("tokens", "mean_doc") if "ulysses" in variants else ()
+    return records_alike(own, ("variant", "order", "ranks", "num_heads", "row", *of_attention))
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """A table of each group."""
+    compared = [r for r in records if r.case.get("row", "one") != "one"]
+    others = [r for r in records if r not in compared]
     return [
         make(group)
-        for make, variants in (
-            (training_table, tuple(NAMES)),
-            (ulysses_table, ("ulysses",)),
-            (sequence_table, ("sequence",)),
+        for make, variants, of in (
+            (training_table, tuple(NAMES), others),
+            (attention_table, ("documents", "ulysses"), others),
+            (row_table, ("sequence", "sequence-ulysses"), compared),
+            (sequence_table, ("sequence",), others),
         )
-        for group in groups_of(records, *variants)
+        for group in groups_of(of, *variants)
     ]
 
 
@@ -75,42 +81,82 @@ def training_table(records: Sequence[Record]) -> Table:
     return Table.of(ordered, columns, _title(records, row), notes=[note])
 
 
-def ulysses_table(records: Sequence[Record]) -> Table:
+def _row(record: Record) -> str:
+    """The row that is timed."""
+    tokens = record.case.get("document", record.case["tokens"])
+    count = record.measures["documents"]
+    longest = "" if count == 1 else f", longest {record.measures['longest_document']:,}"
+    return f"{tokens:,} in {count} document{'' if count == 1 else 's'}{longest}"
+
+
+ROW = made("tokens of the row", _row, outcome=True)
+METHOD = Column("cut by", lambda r: CUT_BY.get(r.case["variant"], "heads (Ulysses)"))
+
+
+def attention_table(records: Sequence[Record]) -> Table:
     """Attention alone."""
 
     def both(record: Record, which: str) -> str:
-        one, all_ = (record.measures[f"{kind}_{which}ms"] for kind in ("single", "ulysses"))
-        return f"{one:.1f} → {all_:.1f}"
+        names = f"single_{which}ms", f"{record.case['variant']}_{which}ms"
+        return " → ".join(f"{record.measures[name]:.1f}" for name in names)
 
     def speed_up(record: Record) -> float:
-        return float(record.measures["single_ms"] / record.measures["ulysses_ms"])
+        measures = record.measures
+        return float(measures["single_ms"] / measures[f"{record.case['variant']}_ms"])
 
     def error(record: Record) -> str:
         m = record.measures
         names = ("out", "dq", "dk", "dv")
         return f"{max(m[f'error_{n}'] / m[f'single_error_{n}'] for n in names):.2f}"
 
-    ordered = sorted(records, key=lambda r: (-r.case["num_heads"], r.case["ranks"]))
+    def order(record: Record) -> tuple[object, ...]:
+        case = record.case
+        return -case["tokens"], -case["num_heads"], case["ranks"], case["variant"]
+
     columns = [
+        ROW,
         Column("heads / KV heads", lambda r: f"{r.case['num_heads']} / {r.case['num_kv_heads']}"),
         GPUS,
-        made("forward ms, one GPU → all", partial(both, which="forward_"), outcome=True),
+        METHOD,
+        made("forward ms, one GPU → all", partial(both, which="forward_")),
         made("forward + backward ms", partial(both, which="")),
-        made("faster", lambda r: f"{speed_up(r):.2f}×"),
         made("efficiency", lambda r: f"{speed_up(r) / r.case['ranks']:.0%}"),
         made("error ÷ single-GPU error", error),
     ]
     case, where = records[0].case, records[0].environment
-    documents = next((r.measures["documents"] for r in records if "documents" in r.measures), None)
-    counted = "" if documents is None else f" of {documents} documents"
     title = (
-        f"Ulysses, one row of {case['tokens']:,} tokens{counted}, head_dim {case['head_dim']}, "
-        f"`{case['backend']}`, {case['dtype']}; {ran_on(where)}{commits_of(records)}"
+        f"Attention over one row, head_dim {case['head_dim']}, `{case['backend']}`, "
+        f"{case['dtype']}; {ran_on(where)}{commits_of(records)}"
     )
     note = (
         "Errors against sampled documents alone in fp64, the worst of the output and the gradients."
     )
-    return Table.of(ordered, columns, title, notes=[note])
+    return Table.of(sorted(records, key=order), columns, title, notes=[note])
+
+
+def row_table(records: Sequence[Record]) -> Table:
+    """A whole model, on all GPUs and on one."""
+
+    def both(record: Record, names: Sequence[str], form: str, scale: float = 1.0) -> str | None:
+        found = [record.measures[name] for name in names]
+        return None if None in found else " → ".join(f"{x * scale:{form}}" for x in found)
+
+    peaks = ("single_peak_mib", "peak_mib")
+    columns = [
+        ROW,
+        GPUS,
+        METHOD,
+        made("documents cut", lambda r: str(r.measures["cut_documents"])),
+        made("ms, one GPU → all", partial(both, names=("single_ms", "ms_p50"), form=",.0f")),
+        made("efficiency", lambda r: f"{r.measures['efficiency']:.1%}"),
+        made("peak GiB", partial(both, names=peaks, form=".1f", scale=1 / 1024)),
+    ]
+    note = (
+        "Forward, backward and the sum of the gradients. One GPU: the slowest of them, on the "
+        "whole row, in the same run."
+    )
+    ordered = sorted(records, key=lambda r: (r.case["row"], r.case["ranks"], r.case["variant"]))
+    return Table.of(ordered, columns, _title(records, "one row over all GPUs, "), notes=[note])
 
 
 def sequence_table(records: Sequence[Record]) -> Table:

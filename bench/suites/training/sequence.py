@@ -1,9 +1,11 @@
-"""A whole model trained on one document over all ranks, by sequence parallelism."""
+"""A whole model trained on one row over all ranks: alone on it, or against one GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,45 +13,113 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 import flexvarlen as fv
+from flexvarlen.bench.suites.model.geometries import log_normal_lengths
 from flexvarlen.bench.suites.training import texts
 from flexvarlen.bench.suites.training.batches import pack
 from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
 from flexvarlen.bench.suites.training.ranks import (
     Measured,
     data_parallel,
+    largest,
     new_optimizer,
     patched_model,
     rows_of,
+    seconds_of,
     timed,
 )
 from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase
 from flexvarlen.bench.suites.training.texts import Document
-from flexvarlen.measure import summarize
+from flexvarlen.measure import memory_meaning, peak_memory_mib, summarize
+from flexvarlen.parallel.plan import plan_row
+from flexvarlen.parallel.shard import Method
 
 WARMUP_STEPS = 2
 
 
-def measure_sequence(case: SequenceCase, device: torch.device) -> Measured:
-    """A packed row compared with the reference, then timed steps on one long document."""
+def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> Measured:
+    """A packed row compared with the reference, then timed steps on the case's row."""
     (row,) = rows_of(case, 1)
-    tokens = [token for ids in row for token in ids]
-    document = (tokens * (case.document // len(tokens) + 1))[: case.document]
+    documents = _documents(case, row)
     first = first_step_alone(lambda: case.new_causal_lm(device), row, dtype=case.torch_dtype)
     model = patched_model(case, device, sequence_parallel_group=dist.group.WORLD)
-    loss_of = _sequence_loss(data_parallel(model, device), case, device)
-    measures, reason = check_first_step(first, model, float(loss_of(row)))
+    wrapped = data_parallel(model, device)
+    method: Method = "ulysses" if variant == "sequence-ulysses" else "documents"
+    loss = _step(wrapped, _shard(row, method, device))
+    measures, reason = check_first_step(first, model, float(loss))
     reasons: list[str | None] = [None] * case.ranks
     dist.all_gather_object(reasons, reason)  # no rank may return alone
     reason = next(filter(None, reasons), None)
     if reason is not None:
         return "wrong", reason, measures
     del first
+    measures |= {"attends": case.backend, "texts_crc32": texts.crc_of([row, documents])}
+    if case.row == "one":
+        return _trained(case, model, wrapped, _shard(documents, method, device), measures, device)
+    model.zero_grad(set_to_none=True)
+    lengths = list(map(len, documents))
+    plan = plan_row(lengths, case.ranks, total_tokens=case.document)
+    measures |= {
+        "documents": len(lengths),
+        "longest_document": max(lengths),
+        "cut_documents": len(plan.cut_documents),
+    }
+    whole = send_to_device(pack(case.document, [documents])(documents), device)
+    shard = _shard(documents, method, device)
+    if method == "documents":
+        measures["exchanged_tokens"] = _exchanged_tokens(shard["packed_layout"])
+    return "ok", None, measures | _against_one(case, wrapped, whole, shard, device)
+
+
+def _exchanged_tokens(layout: fv.PackedLayout) -> int:
+    """Tokens whose keys travel in a layer's forward, from all ranks to all."""
+    assert layout.shard is not None
+    exchange = layout.shard.exchange
+    own = 0 if exchange is None else int(exchange.received.sum())
+    of_all: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(of_all, own)
+    return sum(of_all)
+
+
+def _documents(case: SequenceCase, row: Sequence[Document]) -> list[Document]:
+    """The documents of the row that is timed, of the tokens of another."""
+    tokens, total = [token for ids in row for token in ids], case.document
+    lengths = {
+        "one": [total],
+        "cut": log_normal_lengths(total, total // 8, sigma=1.0, seed=3),  # 10 of 65,536 tokens
+        "whole": [total // 8, total // 16, total // 32, total // 32] * 4,  # on 2 and on 4 ranks
+    }[case.row]
+    return [(tokens * (length // len(tokens) + 1))[:length] for length in lengths]
+
+
+def _shard(documents: Sequence[Document], method: Method, device: torch.device) -> dict[str, Any]:
+    collate = pack(sum(map(len, documents)), [documents])
+    return fv.shard_row(send_to_device(collate(documents), device), method=method)
+
+
+def _step(wrapped: nn.Module, shard: dict[str, Any]) -> Tensor:
+    """The row's loss, after its backward."""
+    loss: Tensor = wrapped(**shard).loss
+    (loss * dist.get_world_size()).backward()  # DDP's mean of gradients is then their sum
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    return loss
+
+
+def _trained(
+    case: SequenceCase,
+    model: nn.Module,
+    wrapped: nn.Module,
+    shard: dict[str, Any],
+    measures: dict[str, Any],
+    device: torch.device,
+) -> Measured:
+    """Timed steps of an optimizer."""
     optimizer = new_optimizer(model, device)
     losses: list[Tensor] = []
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss_of([document]))
+        losses.append(_step(wrapped, shard))
         optimizer.step()
 
     for _ in range(WARMUP_STEPS):
@@ -59,28 +129,54 @@ def measure_sequence(case: SequenceCase, device: torch.device) -> Measured:
         return "wrong", "a loss is not finite", measures
     timing = summarize([seconds * 1e3 for seconds in found.seconds])
     measures |= found.memory | {
-        "attends": case.backend,
         **asdict(timing),
         "tokens_per_s": case.document / timing.ms_p50 * 1e3,
         "document_first_loss": found.losses[0],
         "document_last_loss": found.losses[-1],
-        "texts_crc32": texts.crc_of([row, [document]]),
     }
     return "ok", None, measures
 
 
-def _sequence_loss(
-    wrapped: nn.Module, case: SequenceCase, device: torch.device
-) -> Callable[[Sequence[Document]], Tensor]:
-    """Documents -> the row's loss, after its backward."""
+def _against_one(
+    case: SequenceCase,
+    wrapped: nn.Module,
+    whole: dict[str, Any],
+    shard: dict[str, Any],
+    device: torch.device,
+) -> dict[str, Any]:
+    """Forward and backward, in turns: each rank alone on the whole row, then all on their shards.
 
-    def loss_of(documents: Sequence[Document]) -> Tensor:
-        collate = pack(sum(map(len, documents)), [documents])
-        shard = fv.shard_row(send_to_device(collate(documents), device))
-        loss: Tensor = wrapped(**shard).loss
-        (loss * case.ranks).backward()  # DDP's mean of gradients is then their sum
-        loss = loss.detach()
-        dist.all_reduce(loss)
-        return loss
+    A time is that of the slowest rank; over all ranks it includes the sum of the gradients.
+    """
+    model: nn.Module = wrapped.module  # type: ignore[assignment]
 
-    return loss_of
+    def alone() -> None:
+        model(**whole).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    def together() -> None:
+        _step(wrapped, shard)
+        model.zero_grad(set_to_none=True)
+
+    times: dict[str, list[float]] = {"single_ms": [], "ms_p50": []}
+    peaks: dict[str, float | None] = {}
+    for turn in range(WARMUP_STEPS + case.steps):
+        with fv.patched(model, case.backend):
+            own = seconds_of(alone, device)
+        both = largest([own * 1e3, seconds_of(together, device) * 1e3], device)
+        if turn >= WARMUP_STEPS:
+            for found, took in zip(times.values(), both, strict=True):
+                found.append(took)
+    with fv.patched(model, case.backend):
+        peaks["single_peak_mib"] = peak_memory_mib(alone, device)
+    peaks["peak_mib"] = peak_memory_mib(together, device)
+    most = largest([peak or 0.0 for peak in peaks.values()], device)
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    return {
+        **medians,
+        "repeats": case.steps,
+        "efficiency": medians["single_ms"] / medians["ms_p50"] / case.ranks,
+        "tokens_per_s": case.document / medians["ms_p50"] * 1e3,
+        **{name: peak and x for (name, peak), x in zip(peaks.items(), most, strict=True)},
+        "peak_meaning": memory_meaning(device),
+    }
