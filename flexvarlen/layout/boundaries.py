@@ -224,6 +224,11 @@ def check_copy(to: PackedLayout, other: PackedLayout) -> None:
             "copy_ needs trees of equal capacity and max_depth in both layouts or in neither; make "
             "both with from_tree and the same capacity= and max_depth=."
         )
+    if to.shard is not None or other.shard is not None:
+        raise NotImplementedError(
+            "copy_ does not copy the shard of a row, whose tables are on the host; make a new one "
+            "with fv.shard_row."
+        )
     if (to.padding is None) != (other.padding is None):
         raise ValueError(
             "copy_ needs padding runs inside the row in both layouts or in neither; make a new "

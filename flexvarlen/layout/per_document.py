@@ -98,8 +98,10 @@ def document_boundaries(layout: PackedLayout) -> Tensor:
     A compiled or captured graph may run for other documents, so it keeps all slots.
 
     Raises:
-        NotImplementedError: documents are trees, of which no one token is the last.
+        NotImplementedError: documents are trees, of which no one token is the last, or cut over
+            ranks.
     """
+    _require_whole_documents(layout)
     if layout.segments is not None:
         raise NotImplementedError(
             "a layout of trees has no one vector of a document: its paths share tokens; call "
@@ -111,6 +113,15 @@ def document_boundaries(layout: PackedLayout) -> Tensor:
     return layout.cu_seqlens[: layout.num_docs + 1]
 
 
+def _require_whole_documents(layout: PackedLayout) -> None:
+    if layout.shard is not None and layout.shard.exchange is not None:
+        raise NotImplementedError(
+            "a shard of a row has no whole documents if one of the row is cut: it goes on at "
+            "another rank; gather the tokens of all ranks in the order of the row, and pass the "
+            "whole row's layout."
+        )
+
+
 def real_documents(layout: PackedLayout) -> Tensor:
     """See `PackedLayout.real_documents`."""
     real = document_boundaries(layout).diff() > 0
@@ -119,6 +130,7 @@ def real_documents(layout: PackedLayout) -> Tensor:
 
 def split_documents(x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
     """See `PackedLayout.split`."""
+    _require_whole_documents(layout)
     lengths = None if torch.compiler.is_compiling() else layout.lengths
     if lengths is None:
         raise ValueError(

@@ -1,0 +1,67 @@
+"""The layout of a rank's pieces: what needs whole documents is refused where one is cut."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import flexvarlen as fv
+from flexvarlen.parallel.plan import plan_row
+from flexvarlen.parallel.sharded_layout import sharded_layout
+
+
+def shard_of(lengths, ranks=2):
+    """The first rank's layout of a row without padding."""
+    capacity = sum(lengths) // ranks
+    plan = plan_row(lengths, ranks, total_tokens=capacity * ranks)
+    return sharded_layout(plan.pieces, capacity, 0)
+
+
+X = torch.randn(1, 6, 4)
+LABELS = torch.zeros(1, 6, dtype=torch.long)
+OF_DOCUMENTS = {
+    "split": lambda layout: layout.split(X),
+    "paths": lambda layout: layout.paths(),
+    "unfold": lambda layout: layout.unfold(X),
+    "first_tokens": lambda layout: layout.first_tokens(),
+    "last_tokens": lambda layout: layout.last_tokens(),
+    "real_documents": lambda layout: layout.real_documents(),
+    "pool": lambda layout: fv.pool(X, layout),
+    "document_logprobs": lambda layout: fv.document_logprobs(X, LABELS, layout),
+}
+
+
+@pytest.mark.parametrize("name", OF_DOCUMENTS)
+def test_pieces_are_not_taken_for_documents(name):
+    with pytest.raises(NotImplementedError, match="no whole documents if one of the row is cut"):
+        OF_DOCUMENTS[name](shard_of([12]))
+    OF_DOCUMENTS[name](shard_of([4, 4, 2, 2]))  # each whole on a rank
+
+
+def test_a_shard_is_not_copied_into_another():
+    layout, other = shard_of([12]), shard_of([12])
+    with pytest.raises(NotImplementedError, match="copy_ does not copy the shard"):
+        layout.copy_(other)
+
+
+@pytest.mark.parametrize(
+    "remade",
+    [lambda layout: pickle.loads(pickle.dumps(layout)), copy.deepcopy],
+    ids=["pickle", "deepcopy"],
+)
+def test_positions_and_exchange_survive(remade):
+    layout = shard_of([12])
+    found = remade(layout)
+    assert found.position_ids().tolist() == layout.position_ids().tolist()
+    assert found.shard.exchange.runs.equal(layout.shard.exchange.runs)
+
+
+def test_all_tensors_but_the_tables_move():
+    shard = shard_of([12]).to("meta").shard
+    assert shard.starts.device.type == "meta"
+    assert shard.exchange.layout_k.device.type == "meta"
+    tables = shard.exchange.runs, shard.exchange.sends, shard.exchange.received
+    assert {x.device.type for x in tables} == {"cpu"}
