@@ -21,7 +21,7 @@ def exchanged(shards, own):
     """
     sent = {}
     for source, shard in enumerate(shards):
-        for to, slot, n in shard.exchange.sends.tolist():
+        for slot, to, n in shard.exchange.sends.tolist():
             sent.setdefault((source, to), []).extend(own[source][slot : slot + n])
     for rank, shard in enumerate(shards):
         counts = [len(sent.get((source, rank), [])) for source in range(len(shards))]
