@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
+from flexvarlen.layout.arguments import at_least
 from flexvarlen.patches.api import current_patch, patch_model, restore, transformers_model
+from flexvarlen.patches.context_parallel_trainer import share_rows
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import BackendChoice
 from flexvarlen.patches.why_not import why_no_trees
@@ -28,8 +30,11 @@ def patch_trainer(
     unpad_to_multiple_of: int | None = None,
     share_prefixes: bool = False,
     verify: bool = False,
+    context_parallel: int | None = None,
 ) -> T:
     """Make a trainer's models drop the padding of their batches: one line before `train()`.
+
+    With `context_parallel` it does another thing: that many processes share each packed row.
 
     Calls `patch_model(model, unpad=True)` on each transformers model that is an attribute of the
     trainer, or in a list that is one: the policy, its reference, a teacher, reward models. With
@@ -47,16 +52,23 @@ def patch_trainer(
     table of docs/preference.md. AsyncGRPOTrainer has prefix trees of its own, which raise in the
     first forward of a patched model. `fv.unpatch_model(trainer.model)` restores a model.
 
+    With `context_parallel=P` batches are packed rows: of transformers' Trainer with
+    `PackedCollator` or `DataCollatorWithFlattening`, or of TRL's SFTTrainer with `packing=True` or
+    `padding_free=True`. Of W processes P share a row, so that W / P rows are computed at a time.
+    Losses, logged values and gradients are those of W / P processes. See docs/several-gpus.md.
+
     Args:
         trainer: a trainer whose `train()` has not been called.
         backend, unpad_to_multiple_of, share_prefixes, verify: as in `patch_model`.
+        context_parallel: number of processes that share a row, a divisor of all.
 
     Returns:
         The same trainer.
 
     Raises:
         ValueError: not a Trainer, or one with `model_init`; with `share_prefixes`, batches of
-            shuffled completions that cannot hold two of each prompt.
+            shuffled completions that cannot hold two of each prompt; with `context_parallel`, a
+            trainer of padded batches, or a setting that needs whole rows.
         NotImplementedError: a model cannot be patched (see `patch_model`), as a vision-language
             model. All models are then as they were before.
 
@@ -74,6 +86,15 @@ def patch_trainer(
             "trainer must be made with model=, got model_init=, which makes a new model when "
             "training starts; call patch_model(model, unpad=True) inside model_init."
         )
+    if context_parallel is not None:
+        ranks = at_least("context_parallel", context_parallel, 2)
+        if unpad_to_multiple_of is not None or share_prefixes or verify:
+            raise ValueError(
+                "unpad_to_multiple_of, share_prefixes and verify must be left out with "
+                "context_parallel, which shares packed rows, got one of them; leave it out."
+            )
+        share_rows(trainer, backend, ranks)
+        return trainer
     together = _completions_together(trainer) if share_prefixes else 1
     with ExitStack() as undo:
         for model in _models(trainer):

@@ -1,4 +1,4 @@
-"""Two processes that meet by gloo on this machine: started once for all cases of a test module."""
+"""Processes that meet by gloo on this machine: started once for all cases of a test module."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import torch.multiprocessing
 WORLD = 2
 
 
-def start(run: Callable[[int, int, str], None], folder: Path) -> None:
-    """`run(rank, port, folder)` in each process; returns when both have ended.
+def start(run: Callable[[int, int, str], None], folder: Path, world: int = WORLD) -> None:
+    """`run(rank, port, folder)` in each process; returns when all have ended.
 
     `run` must not destroy the process group.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.set_forkserver_preload([run.__module__])  # imported once for both
+    multiprocessing.set_forkserver_preload([run.__module__])  # imported once for all
     torch.multiprocessing.start_processes(
-        _run_and_leave, args=(port, str(folder), run), nprocs=WORLD, start_method="forkserver"
+        _run_and_leave, args=(port, str(folder), run), nprocs=world, start_method="forkserver"
     )
 
 
@@ -38,13 +38,13 @@ def _run_and_leave(rank: int, port: int, folder: str, run: Callable[[int, int, s
     os._exit(0)
 
 
-def meet(rank: int, port: int, *, timeout_s: int) -> None:
+def meet(rank: int, port: int, *, timeout_s: int, world: int = WORLD) -> None:
     """Inside `run`: the process group, and the environment that torchrun would give the rank."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(WORLD),
-        LOCAL_WORLD_SIZE=str(WORLD),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         ACCELERATE_USE_CPU="true",

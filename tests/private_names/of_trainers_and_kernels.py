@@ -9,6 +9,7 @@ _DELTA = "recurrent/fla_kernels/delta_rules.py"
 _SCAN = "recurrent/fla_kernels/decayed_scan.py"
 _TRAINERS = "patches/trainers.py"
 _PASS = "packing/loader_pass.py"
+_SHARES = "patches/context_parallel_trainer.py"
 
 ACCELERATE = (
     Name(
@@ -49,6 +50,18 @@ ACCELERATE = (
         )
     ),
     Name(
+        "accelerate.data_loader.prepare_data_loader",
+        _SHARES,
+        takes="num_processes process_index split_batches put_on_device rng_types dispatch_batches "
+        "even_batches use_seedable_sampler data_seed non_blocking use_stateful_dataloader",
+    ),
+    Name("accelerate.Accelerator.prepare", _SHARES, says="_prepare_one"),
+    Name("accelerate.Accelerator._prepare_one", _SHARES, says="self.prepare_data_loader"),
+    *(
+        Name(f"accelerate.Accelerator.{name}", _SHARES)
+        for name in ("gather_for_metrics", "device_placement", "rng_types", "parallelism_config")
+    ),
+    Name(
         "accelerate.utils.compile_regions",
         "patches/forward/wrapper.py",
         holds=behaviour.compile_regions_keeps_attributes_and_wraps_layers,
@@ -81,6 +94,8 @@ TRL = (
         Name(f"trl.{name}._prepare_inputs", _TRAINERS, says="shuffle_sequence_dict")
         for name in ("GRPOTrainer", "RLOOTrainer")
     ),
+    Name("trl.SFTTrainer.compute_loss", _SHARES, says="num_items_in_batch gather_for_metrics"),
+    Name("trl.trainer.sft_trainer.DataCollatorForLanguageModeling.padding_free", _SHARES),
     Name(
         "trl.trainer.utils.add_fused_lm_head | trl.models.utils.add_fused_lm_head"
         " | trl.trainer.grpo_trainer.add_fused_lm_head",

@@ -9,6 +9,7 @@ _FUNCTIONS = "patches/attention/functions.py"
 _LAYERS = "patches/models/layers.py"
 _RECURRENT = "patches/forward/recurrent_layers.py"
 _TOWER = "patches/forward/vision_tower.py"
+_SHARES = "patches/context_parallel_trainer.py"
 _TRAINERS = "patches/trainers.py"
 _INPUTS = "patches/forward/inputs.py"
 _HEADS = "patches/forward/heads.py"
@@ -349,6 +350,20 @@ TRANSFORMERS = (
     # Trainer
     Name("transformers.Trainer.model_init", _TRAINERS),
     Name("transformers.Trainer._prepare_inputs", _TRAINERS),
+    Name("transformers.Trainer.get_total_train_batch_size", _SHARES),
+    Name("transformers.Trainer.gather_function", _SHARES),
+    Name("transformers.Trainer.model_accepts_loss_kwargs", _SHARES),
+    Name("transformers.Trainer.is_deepspeed_enabled", _SHARES),
+    Name("transformers.Trainer.compute_loss", _SHARES, says="num_items_in_batch num_processes"),
+    Name(
+        "transformers.Trainer._get_num_items_in_batch",
+        _SHARES,
+        says="shift_labels average_tokens_across_devices",
+    ),
+    Name(
+        "transformers.Trainer._get_dataloader", _SHARES, says="worker_init_fn accelerator.prepare"
+    ),
+    Name("transformers.trainer_utils.seed_worker", _SHARES, takes="rank"),
     Name("transformers.Trainer.prediction_step", "patches/forward/guards.py"),
     Name("transformers.trainer.DEFAULT_CALLBACKS", "patches/trainer_callback.py"),
     Name(

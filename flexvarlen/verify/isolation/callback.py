@@ -21,6 +21,7 @@ from flexvarlen.patches.isolation.documents import documents_of, units_of
 from flexvarlen.patches.isolation.model_run import training_mode
 from flexvarlen.patches.isolation.report import IsolationReport
 from flexvarlen.patches.isolation.verify import verify_isolation
+from flexvarlen.patches.state import ATTRIBUTE
 
 
 class IsolationCallback(TrainerCallback):  # type: ignore[misc]
@@ -47,6 +48,7 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
 
     Raises:
         ValueError: `every` or `examples` is not positive.
+        NotImplementedError: when training starts: processes share rows (`context_parallel`).
 
     >>> trainer = Trainer(..., callbacks=[fv.IsolationCallback()])  # doctest: +SKIP
     """
@@ -103,6 +105,13 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
     def _verify(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, loader: Any
     ) -> None:
+        patches = (vars(module).get(ATTRIBUTE) for module in model.modules())
+        if any(patch is not None and patch.sequence_parallel_group for patch in patches):
+            raise NotImplementedError(
+                "IsolationCallback verifies whole rows, of which a process has a shard under "
+                "context_parallel; leave it out, and call fv.verify_isolation before "
+                "fv.patch_trainer."
+            )
         if not state.is_world_process_zero and not is_sharded(model):
             return
         with ExitStack() as stack:

@@ -1,0 +1,321 @@
+"""Context parallelism in Trainer and TRL's SFTTrainer: P processes share each packed row.
+
+The ranks 0 to P - 1 form a group, the next P another. All ranks of a group load the same batch,
+each keeps its shard, and the groups are to the Trainer what processes are without: W processes in
+groups of P train as W / P would, and one group as a single process.
+
+Trainer counts the labels of all ranks (their shards' `shift_labels`), and multiplies each loss by
+the number of ranks, over which DDP and FSDP2 take the mean. So the losses of shards need nothing
+else. What is different is in `SharedRows`.
+
+Shapes: P = ranks of a group, T = tokens of a row.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.packing.collator import PackedCollator, pad_token_id_of
+from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
+from flexvarlen.parallel.shard import shard_batch
+from flexvarlen.patches.api import current_patch, patch_model
+from flexvarlen.patches.state import BackendChoice
+
+_CHECKSUM = "row_checksum"
+
+
+def share_rows(trainer: Trainer, backend: BackendChoice, ranks: int) -> None:
+    """Make each `ranks` processes of a trainer share the rows of its batches.
+
+    Raises:
+        ValueError: a setting of the trainer that does not go with shards of rows.
+        NotImplementedError: a trainer of padded batches, or a model that cannot be sharded.
+    """
+    why = why_not_shared(trainer, ranks)
+    if why is not None:
+        raise ValueError(why)
+    group, _ = dist.new_subgroups(ranks)
+    patch_model(trainer.model, backend, sequence_parallel_group=group)
+    kind = type(trainer)
+    trainer.__class__ = type(kind.__name__, (SharedRows, kind), {"__module__": kind.__module__})
+    trainer.group = group
+    accelerator = trainer.accelerator
+    accelerator.prepare_data_loader = trainer.prepare_data_loader
+    accelerator.gather_for_metrics = trainer.gather_function = trainer.gather_for_metrics
+
+
+class SharedRows(Trainer):  # type: ignore[misc]
+    """What a Trainer whose processes share rows does otherwise; put before its own class."""
+
+    group: Any
+    """This process's group."""
+    compared_in: int | None = None
+    """The epoch in which the ranks compared a row of the current loader."""
+
+    @property
+    def num_groups(self) -> int:
+        """How many batches are loaded at a time."""
+        return int(self.args.world_size) // dist.get_world_size(self.group)
+
+    # ---- batches ----
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Examples of an optimizer step."""
+        return int(super().get_total_train_batch_size(args)) // dist.get_world_size(self.group)
+
+    def prepare_data_loader(
+        self, loader: DataLoader[Any], device_placement: bool | None = None, **dispatching: Any
+    ) -> DataLoader[Any]:
+        """accelerate's method of this name, with a group in the place of a process."""
+        accelerator, ranks = self.accelerator, dist.get_world_size(self.group)
+        patch = current_patch(self.model)
+        if patch is None or patch.sequence_parallel_group is not self.group:
+            raise ValueError(
+                "the model of a trainer with context_parallel must stay as patch_trainer patched "
+                "it, got another patch or none; make a new trainer."
+            )
+        refuse_dispatching(accelerator, loader)
+        self.compared_in = None
+        rank, of_group = dist.get_rank(self.group), accelerator.process_index // ranks
+        pad_token_id = pad_token_id_of(self.processing_class, None)
+        loader.collate_fn = ShardCollator(loader.collate_fn, rank, ranks, pad_token_id)
+        if isinstance(loader.worker_init_fn, partial):  # Trainer's, which seeds a loader's workers
+            loader.worker_init_fn = partial(loader.worker_init_fn, rank=of_group)
+        prepared: DataLoader[Any] = prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=self.num_groups,
+            process_index=of_group,
+            split_batches=accelerator.split_batches,
+            put_on_device=accelerator.device_placement,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            non_blocking=accelerator.non_blocking,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+        )
+        return prepared
+
+    def compare_rows(self, inputs: dict[str, Any]) -> None:
+        """Raise if the ranks of the group have different rows, in the first batch of an epoch."""
+        mine, epoch = inputs.pop(_CHECKSUM), int(self.state.epoch or 0)
+        if self.compared_in == epoch:
+            return
+        self.compared_in = epoch
+        found = torch.stack([mine, -mine])
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        if found.sum() != 0:
+            raise ValueError(
+                "the processes of a group must load the same row, got different ones; draw what is "
+                "random in the dataset, its sampler or the collator from the same seed in each."
+            )
+
+    # ---- losses ----
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """A step on this rank's shard; the mean of the ranks' losses is the loss."""
+        self.compare_rows(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss of the shard, of which the ranks' mean is wanted.
+
+        SFTTrainer evaluates without a count, by the mean over the labels of each process.
+        """
+        if num_items_in_batch is None:
+            num_items_in_batch = inputs["num_items_in_batch"] * self.num_groups
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, None, None]:
+        """The mean of the group's losses, on each of its ranks, without predictions."""
+        if not prediction_loss_only:
+            raise NotImplementedError(_NO_PREDICTIONS)
+        self.compare_rows(inputs)
+        loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        loss = loss.clone()
+        dist.all_reduce(loss, group=self.group)
+        return loss / dist.get_world_size(self.group), None, None
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse, as a rank has the predictions of its shard alone."""
+        raise NotImplementedError(_NO_PREDICTIONS)
+
+    def gather_for_metrics(self, values: Tensor, **kwargs: Any) -> Tensor:
+        """accelerate's method of this name: without what fills up the last batch of a dataset.
+
+        It counts the examples that are left; the ranks of a group all have a value for each.
+        """
+        gathered: Tensor = self.accelerator.gather(values)
+        state = self.accelerator.gradient_state
+        if state.end_of_dataloader and state.remainder > 0:
+            return gathered[: state.remainder * dist.get_world_size(self.group)]
+        return gathered
+
+
+_NO_PREDICTIONS = (
+    "predictions need whole rows, got context_parallel, where each process has a shard of them; "
+    "leave compute_metrics out, and predict with a model of `with fv.patched(trainer.model):` in a "
+    "loop of your own."
+)
+
+
+# ---- the batch of a rank ----
+
+
+@dataclass
+class ShardCollator:
+    """A collator, and of the row that it makes the shard of one rank."""
+
+    collate: Callable[[Any], dict[str, Any]]
+    rank: int
+    ranks: int
+    pad_token_id: int
+
+    @property
+    def data_collator(self) -> Any:
+        """The collator that is not one of Trainer's wrappers, as theirs have it."""
+        return getattr(self.collate, "data_collator", self.collate)
+
+    def __call__(self, features: Any) -> dict[str, Any]:
+        """Collate, and shard."""
+        row = self.packed_row(self.collate(features))
+        checksum = row_checksum(row)
+        return shard_batch(row, self.rank, self.ranks) | {_CHECKSUM: checksum}
+
+    def packed_row(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch as one row with a layout, whose tokens are a multiple of the ranks."""
+        tokens, layout = batch["input_ids"], batch.get("packed_layout")
+        if layout is not None and layout.segments is not None:
+            raise NotImplementedError(
+                "context_parallel cuts no trees, got a TreeCollator's; use PackedCollator."
+            )
+        if len(tokens) != 1 or "labels" not in batch:
+            raise ValueError(
+                "a batch must be one packed row with labels where processes share it, got "
+                f"input_ids {list(tokens.shape)}{'' if 'labels' in batch else ' without labels'}; "
+                "use PackedCollator, DataCollatorWithFlattening, or SFTConfig(packing=True)."
+            )
+        total = -(-tokens.numel() // self.ranks) * self.ranks
+        if layout is None:
+            collator = PackedCollator(
+                total_tokens=total, pad_token_id=self.pad_token_id, next_token_labels=True
+            )
+            return collator(batch)
+        return padded_row(batch, total, self.pad_token_id)
+
+
+def padded_row(batch: dict[str, Any], total_tokens: int, pad_token_id: int) -> dict[str, Any]:
+    """A packed row with padding up to `total_tokens`."""
+    layout: PackedLayout = batch["packed_layout"]
+    more = total_tokens - layout.total_tokens
+    if more == 0:
+        return batch
+    fills = {"input_ids": pad_token_id, "labels": -100, "shift_labels": -100}
+    columns = {
+        name: pad(x, (0, more), value=fills.get(name, 0))
+        for name, x in batch.items()
+        if isinstance(x, Tensor) and x.ndim == 2
+    }
+    longer = PackedLayout.from_cu_seqlens(
+        layout.cu_seqlens,
+        total_tokens=total_tokens,
+        max_seqlen_bound=layout.max_seqlen_bound,
+    )
+    return batch | columns | {"packed_layout": longer}
+
+
+def row_checksum(row: dict[str, Any]) -> Tensor:
+    """int64 scalar, of the tokens, the labels and the documents."""
+    found = 0
+    for x in (row["input_ids"], row["labels"], row["packed_layout"].cu_seqlens):
+        found = zlib.crc32(x.contiguous().numpy().tobytes(), found)
+    return torch.tensor(found)
+
+
+# ---- what cannot be ----
+
+
+def why_not_shared(trainer: Any, ranks: int) -> str | None:
+    """Why the processes of a trainer cannot share rows, or None."""
+    args = trainer.args
+    if isinstance(trainer, SharedRows):
+        return "trainer must be patched once with context_parallel, got it again; make a new one."
+    if args.world_size % ranks or args.world_size == 1:
+        return (
+            "context_parallel must divide the number of processes, got "
+            f"{ranks} with {args.world_size}; start more by torchrun or accelerate launch."
+        )
+    given = {
+        "accelerate's parallelism_config": trainer.accelerator.parallelism_config is not None,
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "average_tokens_across_devices=False": not args.average_tokens_across_devices,
+        "label_smoothing_factor": args.label_smoothing_factor != 0,
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "compute_metrics": trainer.compute_metrics is not None,
+        "train_sampling_strategy='batch_rebalance'": (
+            args.train_sampling_strategy == "batch_rebalance"
+        ),
+        "a model without num_items_in_batch": not trainer.model_accepts_loss_kwargs,
+        f"a compute_loss of {type(trainer).__name__}": not has_known_loss(trainer),
+    }
+    refused = [name for name, is_given in given.items() if is_given]
+    if refused:
+        return f"context_parallel must come without {' and '.join(refused)}; leave that out."
+    if is_padded(trainer):
+        return (
+            "context_parallel shares packed rows, got batches that are padded; use Trainer with "
+            "PackedCollator or DataCollatorWithFlattening, or SFTTrainer with packing=True or "
+            "padding_free=True."
+        )
+    return None
+
+
+def has_known_loss(trainer: Trainer) -> bool:
+    """Whether the loss is that of transformers or TRL, which takes the labels of a shard."""
+    return type(trainer).compute_loss.__module__.partition(".")[0] in ("transformers", "trl")
+
+
+def is_padded(trainer: Any) -> bool:
+    """Whether a trainer of TRL makes padded batches, or samples its own."""
+    of_trl = [each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
+    is_sft = any(each.__name__ == "SFTTrainer" for each in of_trl)
+    return bool(of_trl) and not (is_sft and getattr(trainer.data_collator, "padding_free", True))
+
+
+def refuse_dispatching(accelerator: Any, loader: DataLoader[Any]) -> None:
+    """Raise where one process would load the batches of all."""
+    dispatches = accelerator.dispatch_batches
+    if dispatches is None:
+        dispatches = isinstance(loader.dataset, IterableDataset)
+    if dispatches:
+        raise ValueError(
+            "the processes of a group must load their row themselves, got accelerate's "
+            f"dispatch_batches, its default for an IterableDataset; {DISPATCH_NOTHING}."
+        )

@@ -1,0 +1,153 @@
+"""What test_context_parallel_trainer.py trains in one process, and in four that share rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+import trl
+from accelerate.state import AcceleratorState, GradientState
+from transformers import (
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+)
+
+import flexvarlen as fv
+from tests.contract_training import settings
+from tests.patches.test_trl import tokenizer
+from tests.tiny_models import VOCABULARY, new_model
+from tests.two_processes import meet
+
+WORLD, TOKENS, ROWS = 4, 64, 2  # two rows a step, of one process or of two groups
+COMMON: dict[str, Any] = {
+    "max_steps": -1,
+    "num_train_epochs": 2,
+    "optim": "adamw_torch",
+    "learning_rate": 0.003,
+    "lr_scheduler_type": "linear",
+    "max_grad_norm": 1.0,
+    "include_num_input_tokens_seen": "all",
+}
+TWICE, EVALUATED = {"gradient_accumulation_steps": 2}, {"eval_strategy": "epoch"}
+UNDISPATCHED = {"accelerator_config": {"dispatch_batches": False}}
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # the processes that share a row, and settings
+    "packed": (4, EVALUATED),
+    "accumulated": (2, {**TWICE, **EVALUATED, "save_strategy": "steps", "save_steps": 3}),
+    "flattened": (2, {"dataloader_drop_last": True, "max_grad_norm": 0.0}),
+    "grouped": (4, {"train_sampling_strategy": "group_by_length"}),
+    "streamed": (2, {"max_steps": 3, **UNDISPATCHED}),
+    "sft_packing": (2, {"packing": True, "max_length": TOKENS}),
+    "sft_padding_free": (4, {"padding_free": True, "max_length": None, **TWICE, **EVALUATED}),
+}
+
+
+def examples(seed: int, count: int) -> list[list[int]]:
+    """Documents of token ids: of seed 0, 12 are six rows and 11 five."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCABULARY, n).tolist() for n in rng.integers(2, 60, count)]
+
+
+def parts_of(run: str) -> dict[str, Any]:
+    """A trainer's datasets and collator. The last batch of one group is incomplete in some."""
+    odd = RUNS[run][0] == WORLD
+    train, held_out = examples(0, 11 if odd else 12), examples(1, 9 if odd else 10)
+    if run.startswith("sft"):
+        columns = [datasets.Dataset.from_dict({"input_ids": x}) for x in (train, held_out)]
+        return {"train_dataset": columns[0], "eval_dataset": columns[1]}
+    if run in ("flattened", "grouped"):
+        documents = [{"input_ids": x} for x in train]
+        return {"train_dataset": documents, "data_collator": DataCollatorWithFlattening()}
+    packed = fv.StreamPacker if run == "streamed" else fv.PackedDataset
+    return {
+        "train_dataset": packed(train, TOKENS),
+        "eval_dataset": fv.PackedDataset(held_out, TOKENS),
+        "data_collator": fv.PackedCollator(),
+    }
+
+
+def trainer_of(run: str, folder: str, *, alone: bool = False, **changes: Any) -> Trainer:
+    """The trainer of a run, of one process or of four that share rows."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    ranks, given = RUNS[run]
+    batch = ROWS if alone else ROWS * ranks // WORLD
+    sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
+    given = settings(folder, **COMMON | sizes | given | changes)
+    model, more = new_model("qwen3", num_attention_heads=8), parts_of(run)
+    if alone:
+        fv.patch_model(model, "sdpa")
+    if run.startswith("sft"):
+        plain = {"bf16": False, "gradient_checkpointing": False, "shuffle_dataset": False}
+        args = trl.SFTConfig(**plain | given)
+        return trl.SFTTrainer(model, args, processing_class=tokenizer(), **more)
+    return Trainer(model, TrainingArguments(**given), **more)
+
+
+def trained(trainer: Trainer, checkpoint: str | None = None) -> Any:
+    """What a trainer logs, and its weights."""
+    trainer.train(checkpoint)
+    weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+    return trainer.state.log_history, weights
+
+
+def run(rank: int, port: int, folder: str) -> None:
+    """All of it, as one of four processes."""
+    meet(rank, port, timeout_s=60, world=WORLD)
+    datasets.disable_progress_bars()
+    made = {}
+    for name, (ranks, _) in RUNS.items():
+        trainer = trainer_of(name, f"{folder}/{name}")
+        made[name] = trained(fv.patch_trainer(trainer, "sdpa", context_parallel=ranks))
+    trainer = fv.patch_trainer(trainer_of("accumulated", folder), "sdpa", context_parallel=2)
+    made["resumed"] = trained(trainer, f"{folder}/accumulated/checkpoint-3")
+    made["errors"] = errors(folder)
+    if rank == 0:
+        torch.save(made, Path(folder) / "made.pt")
+
+
+def errors(folder: str) -> dict[str, str]:
+    """The sentences of what cannot be, by the case."""
+    said = {}
+
+    def note(case: str, make: Callable[[], Any]) -> None:
+        try:
+            make()
+        except (ValueError, NotImplementedError) as error:
+            said[case] = str(error)
+
+    def patched(run: str, ranks: int = 2, **changes: Any) -> Trainer:
+        trainer = trainer_of(run, folder, **changes)
+        return fv.patch_trainer(trainer, "sdpa", context_parallel=ranks)
+
+    note("ranks", lambda: patched("packed", 3))
+    note("smoothing", lambda: patched("packed", label_smoothing_factor=0.1))
+    note("own count", lambda: patched("packed", average_tokens_across_devices=False))
+    note("rebalanced", lambda: patched("flattened", train_sampling_strategy="batch_rebalance"))
+    note("padded", lambda: patched("sft_packing", packing=False))
+    note("dispatched", lambda: patched("streamed", accelerator_config={}).train())
+    trainer = patched("packed")
+    note("twice", lambda: fv.patch_trainer(trainer, context_parallel=2))
+    note("predict", lambda: trainer.predict(trainer.eval_dataset))
+    trainer.add_callback(fv.IsolationCallback())
+    note("isolation", trainer.train)
+    trainer.remove_callback(fv.IsolationCallback)
+    trainer.data_collator = differing
+    note("other rows", trainer.train)
+    trainer.data_collator = DataCollatorWithPadding(tokenizer())
+    trainer.train_dataset = [{"input_ids": [5, 6], "labels": 1}, {"input_ids": [7], "labels": 0}]
+    note("padded batches", trainer.train)
+    fv.patch_model(trainer.model)
+    note("another patch", trainer.train)
+    return said
+
+
+def differing(features: Any) -> dict[str, Any]:
+    """Other tokens on each rank."""
+    return fv.PackedCollator(total_tokens=TOKENS)([np.arange(1, 9) + int(os.environ["RANK"])])

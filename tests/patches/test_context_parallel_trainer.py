@@ -1,0 +1,124 @@
+"""Processes that share rows in Trainer and SFTTrainer log, and learn, what one process does."""
+
+from __future__ import annotations
+
+import re
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import trl
+from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import DataLoader
+
+import flexvarlen as fv
+from flexvarlen.patches.context_parallel_trainer import ShardCollator, is_padded
+from tests.patches.context_parallel_ranks import RUNS, WORLD, run, trained, trainer_of
+from tests.two_processes import start
+
+SPEED = ("_runtime", "_per_second", "total_flos", "train_loss")
+TOKENS = ("num_tokens", "eval_num_tokens", "num_input_tokens_seen")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Logs and weights of four processes, and what they refuse."""
+    folder = tmp_path_factory.mktemp("ranks")
+    start(run, folder, WORLD)
+    return torch.load(folder / "made.pt", weights_only=False)
+
+
+@pytest.fixture
+def _as_it_was():
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def values(log):
+    return {name: x for name, x in log.items() if name not in TOKENS and not name.endswith(SPEED)}
+
+
+@pytest.mark.usefixtures("_as_it_was")
+@pytest.mark.parametrize("name", RUNS)
+def test_logs_and_weights_are_those_of_one_process(made, name, tmp_path):
+    (logs, weights), (expected, learned) = (
+        made[name],
+        trained(trainer_of(name, str(tmp_path), alone=True)),
+    )
+    assert len(logs) == len(expected) > 3
+    for number, (got, wanted) in enumerate(zip(logs, expected, strict=True)):
+        assert values(got) == pytest.approx(values(wanted), rel=1e-5)
+        for count in {*TOKENS} & {*wanted}:  # each row is padded to a multiple of the ranks
+            assert 0 <= got[count] - wanted[count] < 4 * WORLD * (number + 1), count
+    torch.testing.assert_close(weights, learned, rtol=1e-4, atol=1e-4)
+
+
+def test_resumes_in_the_middle_of_an_epoch(made):
+    (logs, weights), (whole, learned) = made["resumed"], made["accumulated"]
+    after = [values(log) for log in whole if log["step"] > 3]
+    again = [values(log) for log in logs if log["step"] > 3]
+    assert len(again) == len(after) > 2
+    for got, wanted in zip(again, after, strict=True):
+        assert got == pytest.approx(wanted)
+    torch.testing.assert_close(weights, learned)
+
+
+ERRORS = {
+    "ranks": "context_parallel must divide the number of processes, got 3 with 4",
+    "smoothing": "without label_smoothing_factor;",
+    "own count": "without average_tokens_across_devices=False;",
+    "rebalanced": "without train_sampling_strategy='batch_rebalance';",
+    "padded": "context_parallel shares packed rows, got batches that are padded",
+    "dispatched": "got accelerate's dispatch_batches",
+    "twice": "trainer must be patched once with context_parallel",
+    "predict": "predictions need whole rows",
+    "isolation": "IsolationCallback verifies whole rows",
+    "other rows": "the processes of a group must load the same row, got different ones",
+    "padded batches": r"a batch must be one packed row .* got input_ids \[2, 2\];",
+    "another patch": "must stay as patch_trainer patched it",
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_sentences_of_what_cannot_be(made, case):
+    assert re.search(ERRORS[case], made["errors"][case])
+
+
+def test_trainers_of_padded_batches_are_refused():
+    trainers = ("DPOTrainer", "RewardTrainer", "GRPOTrainer")
+    assert all(is_padded(object.__new__(getattr(trl, name))) for name in trainers)
+
+
+def test_options_of_padded_batches_are_refused(tmp_path):
+    trainer = trainer_of("packed", str(tmp_path), alone=True)
+    with pytest.raises(ValueError, match="must be left out with context_parallel"):
+        fv.patch_trainer(trainer, context_parallel=2, share_prefixes=True)
+    with pytest.raises(ValueError, match="got 2 with 1; start more by torchrun"):
+        fv.patch_trainer(trainer, context_parallel=2)
+
+
+def test_loader_workers_shard():
+    rows = [[np.arange(2, 9), np.arange(3, 7)], [np.arange(5, 15)]]
+    collate = [ShardCollator(fv.PackedCollator(), rank, 2, 0) for rank in (0, 1)]
+    shards = [
+        list(DataLoader(rows, batch_size=2, collate_fn=each, num_workers=workers))
+        for each in collate
+        for workers in (0, 1)
+    ]
+    for here, in_worker in (shards[:2], shards[2:]):
+        assert here[0].keys() == in_worker[0].keys()
+        assert torch.equal(here[0]["input_ids"], in_worker[0]["input_ids"])
+    batches = [shards[0][0], shards[2][0]]
+    assert batches[0]["row_checksum"] == batches[1]["row_checksum"]
+    assert torch.cat([x["input_ids"][0] for x in batches]).numel() == 22
+
+
+def test_trees_are_refused():
+    tree = fv.PackedLayout.from_tree([4, 2, 2], [-1, 0, 0])
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.int64), "packed_layout": tree}
+    with pytest.raises(NotImplementedError, match="context_parallel cuts no trees"):
+        ShardCollator(lambda _: batch, 0, 2, 0)([])
