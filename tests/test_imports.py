@@ -29,6 +29,7 @@ ORDER = (
     "report",
     # patches/, the only part of the runtime that knows transformers
     "patches.trainers",
+    "patches.context_parallel_trainer",
     "patches.embed",
     "patches.sentence_transformers_files",
     "patches.lm_head",

@@ -23,7 +23,8 @@ def refuse_context_parallel() -> None:
         raise NotImplementedError(
             "a patched model must not run under accelerate's context parallelism (cp_size above "
             "1) or sequence parallelism (sp_size above 1): documents would end at each rank's "
-            "shard; set both to 1, and pass sequence_parallel_group= to patch_model."
+            "shard; set both to 1, and call fv.patch_trainer(trainer, context_parallel=), or in a "
+            "loop of your own fv.patch_model(model, sequence_parallel_group=)."
         )
     if _is_sharded_by_torch():
         raise NotImplementedError(

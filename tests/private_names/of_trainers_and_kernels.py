@@ -55,7 +55,6 @@ ACCELERATE = (
         takes="num_processes process_index split_batches put_on_device rng_types dispatch_batches "
         "even_batches use_seedable_sampler data_seed non_blocking use_stateful_dataloader",
     ),
-    Name("accelerate.Accelerator.prepare", _SHARES, says="_prepare_one"),
     Name("accelerate.Accelerator._prepare_one", _SHARES, says="self.prepare_data_loader"),
     *(
         Name(f"accelerate.Accelerator.{name}", _SHARES)
