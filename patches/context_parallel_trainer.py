@@ -87,13 +87,16 @@ class SharedRows(Trainer):  # type: ignore[misc]
                 "the model of a trainer with context_parallel must stay as patch_trainer patched "
                 "it, got another patch or none; make a new trainer."
             )
+        if isinstance(loader.collate_fn, ShardCollator):
+            return loader
         refuse_dispatching(accelerator, loader)
         self.compared_in = None
         rank, of_group = dist.get_rank(self.group), accelerator.process_index // ranks
         pad_token_id = pad_token_id_of(self.processing_class, None)
         loader.collate_fn = ShardCollator(loader.collate_fn, rank, ranks, pad_token_id)
-        if isinstance(loader.worker_init_fn, partial):  # Trainer's, which seeds a loader's workers
-            loader.worker_init_fn = partial(loader.worker_init_fn, rank=of_group)
+        seed_worker = loader.worker_init_fn
+        if isinstance(seed_worker, partial) and "rank" in seed_worker.keywords:  # Trainer's
+            loader.worker_init_fn = partial(seed_worker, rank=of_group)
         prepared: DataLoader[Any] = prepare_data_loader(
             loader,
             accelerator.device,
@@ -113,7 +116,12 @@ class SharedRows(Trainer):  # type: ignore[misc]
 
     def compare_rows(self, inputs: dict[str, Any]) -> None:
         """Raise if the ranks of the group have different rows, in the first batch of an epoch."""
-        mine, epoch = inputs.pop(_CHECKSUM), int(self.state.epoch or 0)
+        mine, epoch = inputs.pop(_CHECKSUM, None), int(self.state.epoch or 0)
+        if mine is None:
+            raise ValueError(
+                "batches must come from a loader that trainer.accelerator.prepare returned, got "
+                "others; return such a one from get_train_dataloader and get_eval_dataloader."
+            )
         if self.compared_in == epoch:
             return
         self.compared_in = epoch

@@ -9,9 +9,11 @@ from typing import Any
 
 import datasets
 import numpy as np
+import peft
 import torch
 import trl
 from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
@@ -43,7 +45,8 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # the processes that share a ro
     "flattened": (2, {"dataloader_drop_last": True, "max_grad_norm": 0.0}),
     "grouped": (4, {"train_sampling_strategy": "group_by_length"}),
     "streamed": (2, {"max_steps": 3, **UNDISPATCHED}),
-    "sft_packing": (2, {"packing": True, "max_length": TOKENS}),
+    "sft_packing_lora": (2, {"packing": True, "max_length": TOKENS}),
+    "fsdp2": (2, {"max_steps": 2}),
     "sft_padding_free": (4, {"padding_free": True, "max_length": None, **TWICE, **EVALUATED}),
 }
 
@@ -86,14 +89,23 @@ def trainer_of(run: str, folder: str, *, alone: bool = False, **changes: Any) ->
     if run.startswith("sft"):
         plain = {"bf16": False, "gradient_checkpointing": False, "shuffle_dataset": False}
         args = trl.SFTConfig(**plain | given)
+        if run.endswith("lora"):
+            more["peft_config"] = peft.LoraConfig(target_modules=["q_proj", "v_proj"])
         return trl.SFTTrainer(model, args, processing_class=tokenizer(), **more)
-    return Trainer(model, TrainingArguments(**given), **more)
+    if run == "fsdp2" and not alone:
+        for layer in (*model.model.layers, model):
+            fully_shard(layer)
+    trainer = Trainer(model, TrainingArguments(**given), **more)
+    if run == "fsdp2" and not alone:  # accelerate has FSDP2 on a GPU alone, and would take DDP
+        trainer.accelerator.prepare_model = lambda model, **_: model
+    return trainer
 
 
 def trained(trainer: Trainer, checkpoint: str | None = None) -> Any:
     """What a trainer logs, and its weights."""
     trainer.train(checkpoint)
     weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+    weights = {name: getattr(x, "full_tensor", x.clone)() for name, x in weights.items()}
     return trainer.state.log_history, weights
 
 
@@ -130,7 +142,7 @@ def errors(folder: str) -> dict[str, str]:
     note("smoothing", lambda: patched("packed", label_smoothing_factor=0.1))
     note("own count", lambda: patched("packed", average_tokens_across_devices=False))
     note("rebalanced", lambda: patched("flattened", train_sampling_strategy="batch_rebalance"))
-    note("padded", lambda: patched("sft_packing", packing=False))
+    note("padded", lambda: patched("sft_packing_lora", packing=False))
     note("dispatched", lambda: patched("streamed", accelerator_config={}).train())
     trainer = patched("packed")
     note("twice", lambda: fv.patch_trainer(trainer, context_parallel=2))

@@ -17,7 +17,7 @@ from flexvarlen.patches.context_parallel_trainer import ShardCollator, is_padded
 from tests.patches.context_parallel_ranks import RUNS, WORLD, run, trained, trainer_of
 from tests.two_processes import start
 
-SPEED = ("_runtime", "_per_second", "total_flos", "train_loss")
+SPEED = ("_runtime", "_per_second", "total_flos")
 TOKENS = ("num_tokens", "eval_num_tokens", "num_input_tokens_seen")
 
 
@@ -49,7 +49,7 @@ def test_logs_and_weights_are_those_of_one_process(made, name, tmp_path):
         made[name],
         trained(trainer_of(name, str(tmp_path), alone=True)),
     )
-    assert len(logs) == len(expected) > 3
+    assert len(logs) == len(expected) > 2
     for number, (got, wanted) in enumerate(zip(logs, expected, strict=True)):
         assert values(got) == pytest.approx(values(wanted), rel=1e-5)
         for count in {*TOKENS} & {*wanted}:  # each row is padded to a multiple of the ranks
@@ -59,9 +59,9 @@ def test_logs_and_weights_are_those_of_one_process(made, name, tmp_path):
 
 def test_resumes_in_the_middle_of_an_epoch(made):
     (logs, weights), (whole, learned) = made["resumed"], made["accumulated"]
-    after = [values(log) for log in whole if log["step"] > 3]
-    again = [values(log) for log in logs if log["step"] > 3]
-    assert len(again) == len(after) > 2
+    after = [values(log) for log in whole[:-1] if log["step"] > 3]  # the last one sums up the run
+    again = [values(log) for log in logs[:-1] if log["step"] > 3]
+    assert len(again) == len(after) > 1
     for got, wanted in zip(again, after, strict=True):
         assert got == pytest.approx(wanted)
     torch.testing.assert_close(weights, learned)
