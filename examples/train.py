@@ -2,10 +2,11 @@
 
 One process or many, DDP or FSDP2: whatever accelerate was configured for. Documents are tokenized
 and packed into rows of equal length (only those longer than a row are cut), and the ranks of a step
-get rows of similar cost. Each document is seen once an epoch: ranks without a row in its last step
-get a row of padding, without loss. A run that was killed continues with `--resume` at the same row;
-`--out` is a folder that all machines share. Weights are in fp32; on CUDA the forward is in bf16,
-unless accelerate or `--precision` says otherwise.
+get rows of similar cost; with `--context-parallel` several ranks share a row. Each document is seen
+once an epoch: ranks without a row in its last step get a row of padding, without loss. A run that
+was killed continues with `--resume` at the same row; `--out` is a folder that all machines share.
+Weights are in fp32; on CUDA the forward is in bf16, unless accelerate or `--precision` says
+otherwise.
 
     accelerate launch examples/train.py --steps 100      # a small Llama, on Python's help topics
     accelerate launch examples/train.py --model Qwen/Qwen3-1.7B --data texts/ --tokens 16384
@@ -27,12 +28,15 @@ from typing import Annotated, Any
 import torch
 import typer
 from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import parse_flag_from_env, set_seed
+from torch.distributed import new_subgroups
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from transformers.optimization import get_cosine_schedule_with_warmup
 
 import flexvarlen as fv
+from flexvarlen.parallel.shard import shard_batch
 from flexvarlen.verify.corpus import read_documents, train_tokenizer
 
 DATA = (
@@ -111,6 +115,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens in a row.")] = 4096,
     steps: int = 200,
     accumulate: Annotated[int, typer.Option(help="Rows per rank and step.")] = 1,
+    context_parallel: Annotated[int, typer.Option(help="Ranks that share a row.")] = 1,
     learning_rate: float = 3e-4,
     backend: str = "auto",
     compile: Annotated[bool, typer.Option("--compile")] = False,
@@ -133,27 +138,41 @@ def main(
     tokenizer, network, texts = tokenizer_model_texts(model, files)
     rows = packed_rows(tokenizer, texts, tokens)
     ranks, pad = accelerator.num_processes, tokenizer.pad_token_id or 0
+    groups, group_index = ranks // context_parallel, accelerator.process_index // context_parallel
+    if groups * context_parallel != ranks:
+        raise typer.BadParameter(f"context_parallel must divide {ranks}, got {context_parallel}.")
     run = {"processes": ranks, "tokens": tokens, "accumulate": accumulate, "seed": seed}
+    run["context_parallel"] = context_parallel
     run |= {"rows": len(rows), "rows_crc32": zlib.crc32(json.dumps(rows).encode())}
     checkpoint, progress = find_checkpoint(out, run, resume)
-    rows += [[[pad]]] * (-len(rows) % ranks)  # a single token has no label
+    rows += [[[pad]]] * (-len(rows) % groups)  # a single token has no label
     lengths = [[len(document) for document in row] for row in rows]
 
-    fv.patch_model(network, backend)
+    sharing = new_subgroups(context_parallel)[0] if context_parallel > 1 else None
+    fv.patch_model(network, backend, sequence_parallel_group=sharing)
     if checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})
-    collate = fv.PackedCollator(
+    collate_row = fv.PackedCollator(
         total_tokens=tokens,
         capacity=max(map(len, lengths)),
         max_seqlen_bound=max(map(max, lengths)),
         pad_token_id=pad,
     )
-    sampler = fv.BalancedSampler(lengths, num_replicas=ranks, seed=seed)
+
+    def collate(documents: Any) -> dict[str, Any]:
+        row = collate_row(documents)
+        rank = accelerator.process_index % context_parallel
+        return shard_batch(row, rank, context_parallel) if sharing else row
+
+    sampler = fv.BalancedSampler(lengths, num_replicas=groups, seed=seed)
     loader = DataLoader(rows, sampler=sampler, collate_fn=collate, pin_memory=on_gpu)
     weights = network.parameters()
     optimizer = torch.optim.AdamW(weights, learning_rate, betas=(0.9, 0.95), fused=on_gpu)
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
-    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+    network, optimizer = accelerator.prepare(network, optimizer)
+    loader = prepare_data_loader(
+        loader, accelerator.device, groups, group_index, put_on_device=True, non_blocking=on_gpu
+    )
     called = torch.compile(network) if compile else network
     accelerator.register_for_checkpointing(schedule)
     if checkpoint:
@@ -179,7 +198,7 @@ def main(
             loss = torch.zeros((), device=accelerator.device)
             for batch in group:
                 with nullcontext() if batch is group[-1] else accelerator.no_sync(network):
-                    part = called(**batch, num_items_in_batch=count).loss
+                    part = called(**batch | {"num_items_in_batch": count}).loss
                     accelerator.backward(part * ranks)  # DDP takes the mean
                 loss += part.detach()
             accelerator.clip_grad_norm_(network.parameters(), 1.0)

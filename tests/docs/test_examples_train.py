@@ -110,7 +110,7 @@ def two_ranks(folder, *, dies=0, **options):
         timeout=200,
     )
     assert (done.returncode == 0) is (dies == 0), done.stderr[-3000:]
-    return documents_of(notes, 2), log_of(folder / "out")
+    return documents_of(notes, 2), log_of(options["out"])
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +179,15 @@ def test_two_ranks_killed_as_they_save_go_on_as_if_they_had_not_been(folder, kil
 def test_gradients_of_two_ranks_and_accumulation_are_of_the_mean_over_tokens(folder, killed):
     seen, _ = killed
     check_gradients(folder, f"notes-{DIES}", seen[0])
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_rows_learn_what_one_process_does(folder, one_process):
+    options = {"tokens": 64, "steps": 4, "accumulate": 2}
+    _, shared = two_ranks(folder, out=folder / "shared", context_parallel=2, **options)
+    one_process("whole-rows", out=folder / "whole", **options)
+    for ours, alone in zip(shared, log_of(folder / "whole"), strict=True):
+        assert ours == pytest.approx(alone, rel=1e-5)
 
 
 def test_one_process_has_another_order_each_epoch(folder, one_process):

@@ -44,7 +44,7 @@ def run(notes, arguments, die_after=0):
         steps = progress["step"]
         return checkpoint, progress
 
-    def patch_and_note(model, backend):
+    def patch_and_note(model, backend, **options):
         def note(module, args, kwargs):
             tokens = kwargs["input_ids"][0].tolist()
             ends = kwargs["packed_layout"].cu_seqlens.tolist()
@@ -52,7 +52,7 @@ def run(notes, arguments, die_after=0):
             with Path(f"{notes}-{rank}.jsonl").open("a") as file:
                 file.write(json.dumps({"step": steps, "documents": documents}) + "\n")
 
-        patched = patch(model, backend)
+        patched = patch(model, backend, **options)
         patched.register_forward_pre_hook(note, with_kwargs=True)
         return patched
 
