@@ -191,6 +191,57 @@ def graphs(group: Any) -> dict[str, Any]:
     return {"count": counters["stats"]["unique_graphs"], "errors": errors}
 
 
+REFUSED = {
+    "whole row": "layout must be the shard of rank",
+    "prefix": "documents_attention has no prefix where a document is cut",
+    "two-sided window": "documents_attention has no window without causal",
+    "other mask": "layout must be made with causal=False",
+    "shard by itself": "layout must be of whole documents, got one rank's shard",
+    "no group": "packed_layout must be of whole documents, got one rank's shard",
+    "another's shard": "packed_layout must be the shard of rank",
+    "cache": "use_cache must be left out under sequence_parallel_group",
+    "labels not shifted": "labels of a shard must come with shift_labels",
+    "tree": "shard_row does not cut trees",
+    "method": "method must be 'documents' or 'ulysses'",
+}
+
+
+def refused(group: Any) -> dict[str, str]:
+    """The sentences of what cannot be; no rank waits for another."""
+    rank, batch = dist.get_rank(group), batch_of(ROWS["long"])
+    whole, shard = batch["packed_layout"], fv.shard_row(batch, group)
+    own, x = shard["packed_layout"], torch.randn(TOKENS // 2, 2, 16)
+    model, alone = new_model("llama"), fv.patch_model(new_model("llama"))
+    fv.patch_model(model, sequence_parallel_group=group)
+    plan = plan_row(ROWS["long"], 2, total_tokens=TOKENS)
+    ids, others = shard["input_ids"], sharded_layout(plan.pieces, TOKENS // 2, 1 - rank)
+    tree = fv.PackedLayout.from_tree([60, 30, 30], parents=[-1, 0, 0])
+
+    def attend(layout: Any, **options: Any) -> None:
+        documents_attention(x, x, x, layout, group=group, **options)
+
+    calls = {
+        "whole row": lambda: attend(whole),
+        "prefix": lambda: attend(own, prefix=3),
+        "two-sided window": lambda: attend(own, window=3, causal=False),
+        "other mask": lambda: attend(own, causal=False),
+        "shard by itself": lambda: fv.packed_attention(x, x, x, own),
+        "no group": lambda: alone(**shard),
+        "another's shard": lambda: model(ids, packed_layout=others),
+        "cache": lambda: model(ids, packed_layout=own, use_cache=True),
+        "labels not shifted": lambda: model(ids, packed_layout=own, labels=ids),
+        "tree": lambda: fv.shard_row(batch | {"packed_layout": tree}, group),
+        "method": lambda: fv.shard_row(batch, group, method="tokens"),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (ValueError, NotImplementedError) as error:
+            said[name] = str(error)
+    return said
+
+
 def run(rank: int, folder: str) -> None:
     """Every case of the groups that this process is in."""
     torch.set_num_threads(1)
@@ -204,6 +255,6 @@ def run(rank: int, folder: str) -> None:
             cases = [case for case in (*CALLS, *MODELS) if case.ranks == ranks]
             found |= {case.name: case.share(group) for case in cases}
             if ranks == 2:
-                found["graphs"] = graphs(group)
+                found |= {"graphs": graphs(group), "refused": refused(group)}
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

@@ -9,7 +9,17 @@ import torch
 import torch.multiprocessing as mp
 
 import flexvarlen as fv
-from tests.parallel.documents_ranks import CALLS, GROUPS, MODELS, ROWS, TOKENS, WORLD, batch_of, run
+from tests.parallel.documents_ranks import (
+    CALLS,
+    GROUPS,
+    MODELS,
+    REFUSED,
+    ROWS,
+    TOKENS,
+    WORLD,
+    batch_of,
+    run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +87,9 @@ def test_one_graph_for_rows_of_equal_bounds(shares):
     for share in shares[2]:
         assert share["graphs"]["count"] == 1
         assert max(share["graphs"]["errors"]) < 1e-6
+
+
+def test_what_a_shard_cannot_honour_is_a_sentence(shares):
+    for share in shares[2]:
+        for name, begins in REFUSED.items():
+            assert share["refused"].get(name, "").startswith(begins), name
