@@ -184,6 +184,13 @@ MUTATIONS = (
         DOCUMENTS,
     ),
     Mutation(
+        "parallel: gradients of keys are added in half precision",
+        "flexvarlen/parallel/gather_keys.py",
+        "wide = torch.promote_types(dk_KHD.dtype, torch.float32)",
+        "wide = dk_KHD.dtype",
+        DOCUMENTS,
+    ),
+    Mutation(
         "parallel: a piece attends to the pieces behind it",
         "flexvarlen/parallel/exchange.py",
         "if place.stop <= stop",

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexvarlen as fv
 from flexvarlen.parallel.documents import documents_attention
+from flexvarlen.parallel.exchange import KeyExchange
+from flexvarlen.parallel.gather_keys import gather_keys
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
 from tests.tiny_models import VOCABULARY, new_model
@@ -191,6 +193,18 @@ def graphs(group: Any) -> dict[str, Any]:
     return {"count": counters["stats"]["unique_graphs"], "errors": errors}
 
 
+def rounded_once(group: Any) -> torch.Tensor:
+    """The gradient, in bf16, of keys that have three: 256 and 1 of one rank, 1 of the other."""
+    pieces = [[(0, 0, 2), (0, 6, 8)], [(0, 2, 6)]]
+    exchange = KeyExchange.of(pieces, 4, dist.get_rank(group), capacity=2)
+    k = torch.ones(4, 1, 16, dtype=torch.bfloat16, requires_grad=True)
+    keys, _ = gather_keys(k, k, exchange, group)
+    gradient = torch.ones_like(keys)
+    gradient[:2] = 256 if dist.get_rank(group) == 0 else 1
+    (found,) = torch.autograd.grad(keys, k, gradient)
+    return found[:2]
+
+
 REFUSED = {
     "whole row": "layout must be the shard of rank",
     "prefix": "documents_attention has no prefix where a document is cut",
@@ -256,5 +270,6 @@ def run(rank: int, folder: str) -> None:
             found |= {case.name: case.share(group) for case in cases}
             if ranks == 2:
                 found |= {"graphs": graphs(group), "refused": refused(group)}
+                found["rounded_once"] = rounded_once(group)
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

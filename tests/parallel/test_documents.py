@@ -83,6 +83,11 @@ def test_a_model_trains_as_on_the_whole_row(shares, case):
         assert_near(sum(each[name] for each in found), parameter.grad, name)
 
 
+def test_gradients_are_added_in_fp32(shares):
+    """In bf16 256 + 1 is 256, and so is 256 + 1 + 1 if each sum is rounded."""
+    assert shares[2][0]["rounded_once"].unique().tolist() == [258]
+
+
 def test_one_graph_for_rows_of_equal_bounds(shares):
     for share in shares[2]:
         assert share["graphs"]["count"] == 1
