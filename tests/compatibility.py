@@ -70,7 +70,7 @@ ON_FAMILIES = "patches/models/test_families.py::"
 ON_IMAGES = "patches/models/test_vision_families.py::"
 ON_ENCODERS = "patches/models/test_encoders.py::"
 ON_ROUTER = "patches/forward/test_router_logits.py::"
-ON_RANKS = "parallel/test_ulysses.py::test_a_model_on_shards_trains_as_on_whole_rows"
+ON_RANKS = "parallel/test_documents.py::test_a_model_trains_as_on_the_whole_row"
 
 
 def classify_images() -> None:
@@ -178,7 +178,7 @@ FEATURES = {
         for name in ("DDP", "FSDP2")
     },
     "row over ranks": Column(
-        {"dense": f"{ON_RANKS}[ddp]", "windows": f"{ON_RANKS}[softcap_and_windows]"},
+        {"dense": f"{ON_RANKS}[dense]", "windows": f"{ON_RANKS}[windows]"},
         RANKS,
     ),
     "generation": Column(
@@ -236,7 +236,7 @@ ASKED = {
     "checkpointing": "gradient checkpointing, not reentrant",
     "compiled": "`torch.compile`; images layer by layer, and hybrids with graph breaks on a CPU",
     "DDP, FSDP2": "torch's own, on two processes",
-    "row over ranks": "`sequence_parallel_group`, one row on two processes",
+    "row over ranks": "`sequence_parallel_group`, one row on two to eight processes",
     "generation": "`generate` of a patched model",
     "Trainer": "transformers' Trainer on packed rows, of images by a collator of one's own",
     "SFT": "TRL's SFTTrainer with `padding_free=True`",
