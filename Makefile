@@ -145,6 +145,7 @@ report: $(DEV) ## Make the tables and figures of all pages anew from bench/resul
 	.venv/bin/flexvarlen bench report bench/results/*.jsonl --tables bench/results/tables --figures docs/images \
 		$(foreach page,$(shell grep -rl "<!-- bench:" README.md docs),--page $(page)) >/dev/null
 	.venv/bin/python docs/make_agents.py
+	.venv/bin/python docs/make_several_gpus.py
 
 clean: ## Remove what was built; the .venv folders stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
