@@ -29,10 +29,13 @@ def exchanged(shards, own):
         yield [token for source in range(len(shards)) for token in sent.get((source, rank), [])]
 
 
-def rows_of_keys(exchange, slots):
-    """The token of each row of keys, of the rank's own and received ones; None in spare rows."""
-    rows = [None] * exchange.layout_k.total_tokens
+def rows_of_keys(exchange, own, received):
+    """The token of each row of keys; None in spare rows."""
+    rows, slots = [None] * exchange.layout_k.total_tokens, own + received
     for slot, row, n in exchange.runs.tolist():
+        assert slot >= len(own) or slot + n <= len(own), (
+            "a run is of own tokens or of received ones"
+        )
         assert rows[row : row + n] == [None] * n, "rows are filled once"
         rows[row : row + n] = slots[slot : slot + n]
     return rows
@@ -55,7 +58,7 @@ def test_the_keys_of_a_piece_are_its_documents(lengths, ranks, padding, causal, 
     for rank, received in enumerate(exchanged(shards, own)):
         assert len(received) == len(set(received)), "each key travels once to a rank"
         assert not set(received) & set(own[rank]), "what it has does not"
-        rows = rows_of_keys(shards[rank].exchange, own[rank] + received)
+        rows = rows_of_keys(shards[rank].exchange, own[rank], received)
         bounds = shards[rank].exchange.layout_k.cu_seqlens.tolist()
         queries = layouts[rank].cu_seqlens.tolist()
         for slot, (document, start, stop) in enumerate(plan.pieces[rank]):
@@ -64,7 +67,7 @@ def test_the_keys_of_a_piece_are_its_documents(lengths, ranks, padding, causal, 
             assert rows[bounds[slot] : bounds[slot + 1]] == expected
             positions = layouts[rank].position_ids()[queries[slot] : queries[slot + 1]]
             assert positions.tolist() == list(range(start, stop))
-        needed = {t for slot in rows if slot is not None for t in [slot]} - set(own[rank])
+        needed = set(rows) - {None} - set(own[rank])
         assert set(received) == needed, "nothing travels that no query needs"
 
 
