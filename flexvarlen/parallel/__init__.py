@@ -3,7 +3,8 @@
 | module | holds |
 |---|---|
 | `plan.py` | which tokens lie on which rank |
-| `pieces.py` | how documents are cut for that |
+| `pieces.py` | pieces of documents, if none need be cut |
+| `fill_ranks.py` | how documents are cut for even work |
 | `shard.py` | `shard_row` gives each rank its part of the row |
 | `documents.py` | attention over the row, each rank with its own tokens and all heads |
 | `exchange.py` | which keys of cut documents travel from rank to rank |

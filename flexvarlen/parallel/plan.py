@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexvarlen.parallel.pieces import Pieces, contiguous_pieces, even_pieces
+from flexvarlen.parallel.fill_ranks import even_pieces
+from flexvarlen.parallel.pieces import Pieces, contiguous_pieces
 
 
 @dataclass(frozen=True)
