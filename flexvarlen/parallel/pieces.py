@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 Pieces = tuple[tuple[Piece, ...], ...]
-"""Of each rank, by document and position."""
+"""Of each rank, in the order of its tokens."""
 
 
 def contiguous_pieces(lengths: tuple[int, ...], ranks: int, capacity: int) -> Pieces:

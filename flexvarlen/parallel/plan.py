@@ -22,7 +22,7 @@ class RowPlan:
     Attributes:
         lengths: tokens of each document.
         tokens_per_rank: C, padding included.
-        pieces: of each rank, in the order of the row; padding follows the last.
+        pieces: of each rank, in the order of its tokens; padding follows the last.
     """
 
     lengths: tuple[int, ...]

@@ -99,6 +99,15 @@ def test_no_document_is_cut_where_longest_first_places_all_evenly(lengths, ranks
     assert excess(plan) < 1e-9
 
 
+@given(LENGTHS, RANKS)
+def test_whole_documents_come_first(lengths, ranks):
+    """So what no other rank needs is one run of tokens."""
+    plan = planned(lengths, ranks)
+    for own in plan.pieces:
+        are_cut = [document in plan.cut_documents for document, _, _ in own]
+        assert are_cut == sorted(are_cut)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
 def test_a_document_as_long_as_the_row_is_cut_into_equal_work(ranks):
     plan = planned([4096 * ranks], ranks)
