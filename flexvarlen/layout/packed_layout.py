@@ -34,9 +34,11 @@ from flexvarlen.layout.boundaries import (
     slots_of,
     traced_boundaries,
 )
+from flexvarlen.layout.describe import described
 from flexvarlen.layout.launch_sizes import LaunchSizes
 from flexvarlen.layout.per_document import (
     document_boundaries,
+    one_row,
     real_documents,
     split_documents,
 )
@@ -45,8 +47,6 @@ from flexvarlen.layout.segments import Segments, token_bounds
 
 if TYPE_CHECKING:
     from flexvarlen.parallel.sharded_layout import RowShard
-
-SHOWN_LENGTHS = 10  # of the documents, in a repr
 
 
 class PackedLayout:
@@ -612,13 +612,7 @@ max_seqlen_bound=6, device=cpu)
         """
         if self.segments is None:
             return self.split(x)
-        require_tensor("x", x)
-        x_T = x[0] if x.shape[:2] == (1, self.total_tokens) else x
-        if x_T.shape[:1] != (self.total_tokens,):
-            raise ValueError(
-                f"x must have shape [{self.total_tokens}, ...] or [1, {self.total_tokens}, ...] "
-                f"for this layout, got {tuple(x.shape)}."
-            )
+        x_T = one_row(x, self.total_tokens)
         return tuple(x_T[path] for path in self.paths())
 
     def first_tokens(self) -> Tensor:
@@ -756,18 +750,4 @@ max_seqlen_bound=6, device=cpu)
         PackedLayout(3 documents of 3, 1, 5 tokens, total_tokens=9, capacity=4, \
 max_seqlen_bound=8, device=cpu)
         """
-        lengths = self.lengths
-        documents = f"at most {self.capacity} documents that only the device knows"
-        if lengths is not None:
-            shown = ", ".join(map(str, lengths[:SHOWN_LENGTHS]))
-            more = f", ... (longest {max(lengths)})" if len(lengths) > SHOWN_LENGTHS else ""
-            documents = f"{len(lengths)} documents"
-            if self.segments is not None:
-                trees = "1 tree" if len(lengths) == 1 else f"{len(lengths)} trees"
-                documents = f"{trees} of {len(self.segments.lengths)} segments,"
-            documents += f" of {shown}{more} tokens" if shown else ""
-        return (
-            f"PackedLayout({documents}, total_tokens={self.total_tokens}, "
-            f"capacity={self.capacity}, max_seqlen_bound={self.max_seqlen_bound}, "
-            f"device={self.device})"
-        )
+        return described(self)

@@ -138,15 +138,24 @@ def split_documents(x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
             "only the device knows; call it outside torch.compile with a layout made from lengths, "
             'or with checks="host", or use pool() or document_ids().'
         )
+    x_T = one_row(x, layout.total_tokens)
+    return torch.split(x_T, [*lengths, layout.total_tokens - sum(lengths)])[:-1]
+
+
+def one_row(x: Tensor, total: int) -> Tensor:
+    """`[T, ...]` or `[1, T, ...]` -> `[T, ...]`.
+
+    Raises:
+        ValueError: x has another shape.
+    """
     require_tensor("x", x)
-    total = layout.total_tokens
     x_T = x[0] if x.shape[:2] == (1, total) else x
     if x_T.shape[:1] != (total,):
         raise ValueError(
             f"x must have shape [{total}, ...] or [1, {total}, ...] for this layout, got "
             f"{tuple(x.shape)}; flatten rows with x.flatten(0, 1)."
         )
-    return torch.split(x_T, [*lengths, total - sum(lengths)])[:-1]
+    return x_T
 
 
 def flat_tokens(x: Tensor, layout: PackedLayout) -> Tensor:

@@ -65,3 +65,7 @@ def test_all_tensors_but_the_tables_move():
     assert shard.exchange.layout_k.device.type == "meta"
     tables = shard.exchange.runs, shard.exchange.sends, shard.exchange.received
     assert {x.device.type for x in tables} == {"cpu"}
+
+
+def test_a_shard_says_which_it_is():
+    assert "shard=0 of 2, total_tokens=6" in repr(shard_of([12]))
