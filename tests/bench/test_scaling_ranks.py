@@ -20,11 +20,12 @@ from flexvarlen.bench.suites.training import (
     sequence,
 )
 from flexvarlen.bench.suites.training.scaling_ranks_tables import efficiency_of
+from flexvarlen.bench.suites.training.trainer import fresh_accelerate
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.report.records import Record
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import record_case
-from flexvarlen.runner.suite import Options
+from flexvarlen.runner.suite import Finding, Options
 
 CPU = torch.device("cpu")
 CASES = {case.name: case for case in scaling_ranks.SUITE.cases(Options(CPU, quick=True))}
@@ -57,6 +58,17 @@ def test_two_ranks_learn_from_a_document_what_one_does(one_rank):
     assert one["document_last_loss"] < one["document_first_loss"]
     text = scaling_ranks.SUITE.section([recorded("sequence-2-one", two)])
     assert "one document of 160 tokens over all GPUs" in text
+
+
+def test_both_trainers_take_the_same_steps(one_rank):
+    with fresh_accelerate():
+        found = [Finding(name, *measured("trainer-1", name)) for name in ("trainer", "sft")]
+    assert [each.status for each in found] == ["ok", "ok"]
+    for name in ("first_loss", "last_loss"):
+        assert found[0].measures[name] == pytest.approx(found[1].measures[name], rel=1e-5)
+    text = scaling_ranks.SUITE.section([recorded("trainer-1", each) for each in found])
+    assert "a row of 96 tokens over all GPUs" in text
+    assert "SFTTrainer | 1 " in text
 
 
 def test_a_rank_that_fails_is_reported():

@@ -15,7 +15,11 @@ from transformers import PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.training import texts
-from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase, TrainingCase
+from flexvarlen.bench.suites.training.scaling_ranks import (
+    SequenceCase,
+    SharedTrainerCase,
+    TrainingCase,
+)
 from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.measure.timing import synchronize
@@ -26,7 +30,7 @@ Measured = tuple[Status, str | None, dict[str, Any]]
 """A finding's status, reason and measures, the same on every rank."""
 
 LEARNING_RATE = 1e-5
-ModelCase = TrainingCase | SequenceCase
+ModelCase = TrainingCase | SequenceCase | SharedTrainerCase
 
 
 def rows_of(case: ModelCase, count: int) -> list[list[Document]]:

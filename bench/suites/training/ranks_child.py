@@ -40,9 +40,11 @@ from flexvarlen.bench.suites.training.scaling_ranks import (
     AttentionCase,
     RanksCase,
     SequenceCase,
+    SharedTrainerCase,
     TrainingCase,
 )
 from flexvarlen.bench.suites.training.sequence import measure_sequence
+from flexvarlen.bench.suites.training.shared_trainer import measure_trainer
 from flexvarlen.runner.failures import status_of
 
 WAITS = timedelta(minutes=3)
@@ -82,6 +84,8 @@ def measured(variant: str, case: RanksCase, device: torch.device) -> Measured:
         return measure_attention(case, variant, device)
     if isinstance(case, SequenceCase):
         return measure_sequence(case, variant, device)
+    if isinstance(case, SharedTrainerCase):
+        return measure_trainer(case, variant, device)
     assert isinstance(case, TrainingCase)
     return measure_training(case, variant, device)
 

@@ -7,6 +7,7 @@
     documents, ulysses    attention over one long row, cut by documents or by heads, against one GPU
     sequence, sequence-ulysses    the same of a whole model; also training on one document that does
                 not fit on one GPU
+    trainer, sft    Trainer and SFTTrainer under FSDP2, all ranks on one row, by one line
 
 Each measurement is a launch of torchrun with one of `ranks_child`'s functions on every rank.
 """
@@ -118,9 +119,33 @@ class SequenceCase(RanksCase, GeometryCase):
         return f"sequence-{self.ranks}-{self.row}"
 
 
-LaunchedCase = TrainingCase | AttentionCase | SequenceCase
+@dataclass(frozen=True)
+class SharedTrainerCase(RanksCase, GeometryCase):
+    """A Trainer, FSDP2, whose ranks share each row: `fv.patch_trainer(trainer, context_parallel=)`.
+
+    Attributes:
+        tokens: of a row of help topics, which are the documents.
+        steps: timed.
+    """
+
+    geometry: str = "qwen3-1.7b"
+    layers: int = 28
+    tokens: int = 131_072
+    steps: int = 3
+    checkpointing: bool = True
+
+    kinds: ClassVar[tuple[str, ...]] = ("trainer", "sft")
+
+    @property
+    def name(self) -> str:
+        return f"trainer-{self.ranks}"
+
+
+LaunchedCase = TrainingCase | AttentionCase | SequenceCase | SharedTrainerCase
 CASES: dict[str, type[LaunchedCase]] = {
-    kind: each for each in (TrainingCase, AttentionCase, SequenceCase) for kind in each.kinds
+    kind: each
+    for each in (TrainingCase, AttentionCase, SequenceCase, SharedTrainerCase)
+    for kind in each.kinds
 }
 """The kind of case by variant."""
 
@@ -134,6 +159,7 @@ class ScalingRanks(Suite[LaunchedCase]):
         training, attention, sequence = TrainingCase(), AttentionCase(), SequenceCase()
         one: dict[str, Any] = {"tokens": 131_072, "mean_doc": 131_072}
         row: dict[str, Any] = {"document": 65_536, "layers": 14}
+        shared = SharedTrainerCase()
         if options.quick:
             tiny: dict[str, Any] = {"dtype": "float32", "backend": "sdpa"}
             model = {**tiny, "geometry": "qwen3-tiny", "layers": 2, "tokens": 96}
@@ -141,6 +167,7 @@ class ScalingRanks(Suite[LaunchedCase]):
             training = replace(training, **model, timed_rows=4, warmup=1)
             attention = replace(attention, **tiny, **heads, tokens=256, mean_doc=60)
             sequence = replace(sequence, **model, document=160, steps=2)
+            shared = replace(shared, **model, steps=2)
             one, row = {"mean_doc": 256}, {}
         several = [ranks for ranks in RANKS if 1 < ranks <= (2 if options.quick else 4)]
         return [
@@ -156,6 +183,7 @@ class ScalingRanks(Suite[LaunchedCase]):
                 for changes in ({}, one)
             ),
             *(replace(sequence, ranks=ranks) for ranks in (1, *several)),
+            *(replace(shared, ranks=ranks) for ranks in (1, *several)),
             *(
                 replace(sequence, ranks=ranks, row=kind, **row)
                 for ranks in several

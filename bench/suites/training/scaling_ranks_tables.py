@@ -12,6 +12,7 @@ from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Table
 
 NAMES = {"ddp": "DDP", "fsdp2": "FSDP2"}
+TRAINERS = {"trainer": "Trainer", "sft": "SFTTrainer"}
 CUT_BY = {"documents": "documents", "sequence": "documents"}
 """How the row of a variant is cut; the others exchange heads."""
 COLORS = {"shuffled": "#56B4E9", "balanced": "#0072B2"}
@@ -35,6 +36,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
             (attention_table, ("documents", "ulysses"), others),
             (row_table, ("sequence", "sequence-ulysses"), compared),
             (sequence_table, ("sequence",), others),
+            (trainer_table, tuple(TRAINERS), others),
         )
         for group in groups_of(of, *variants)
     ]
@@ -185,6 +187,21 @@ def sequence_table(records: Sequence[Record]) -> Table:
     )
     ordered = sorted(records, key=lambda r: r.case["ranks"])
     return Table.of(ordered, columns, title, notes=[note])
+
+
+def trainer_table(records: Sequence[Record]) -> Table:
+    """Trainers whose ranks share rows."""
+    columns = [
+        Column("trainer", lambda r: TRAINERS[r.case["variant"]]),
+        GPUS,
+        TOKENS,
+        number("ms per step", "ms_step", ",.0f"),
+        PEAK,
+    ]
+    row = f"FSDP2, a row of {records[0].case['tokens']:,} tokens over all GPUs, "
+    note = "SFTTrainer's loss needs no logits of the row."
+    ordered = sorted(records, key=lambda r: (r.case["variant"], r.case["ranks"]))
+    return Table.of(ordered, columns, _title(records, row), notes=[note])
 
 
 def _title(records: Sequence[Record], row: str = "") -> str:
