@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.packing.collator import PackedCollator, pad_token_id_of
+from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
 from flexvarlen.parallel.shard import shard_batch
 from flexvarlen.patches.api import current_patch, patch_model
@@ -92,7 +92,7 @@ class SharedRows(Trainer):  # type: ignore[misc]
         refuse_dispatching(accelerator, loader)
         self.compared_in = None
         rank, of_group = dist.get_rank(self.group), accelerator.process_index // ranks
-        pad_token_id = pad_token_id_of(self.processing_class, None)
+        pad_token_id = getattr(self.processing_class, "pad_token_id", None) or 0
         loader.collate_fn = ShardCollator(loader.collate_fn, rank, ranks, pad_token_id)
         seed_worker = loader.worker_init_fn
         if isinstance(seed_worker, partial) and "rank" in seed_worker.keywords:  # Trainer's
@@ -243,7 +243,7 @@ def padded_row(batch: dict[str, Any], total_tokens: int, pad_token_id: int) -> d
     """A packed row with padding up to `total_tokens`."""
     layout: PackedLayout = batch["packed_layout"]
     more = total_tokens - layout.total_tokens
-    if more == 0:
+    if more == 0 or layout.padding is not None:  # inside the row: of another collator
         return batch
     fills = {"input_ids": pad_token_id, "labels": -100, "shift_labels": -100}
     columns = {
@@ -281,7 +281,9 @@ def why_not_shared(trainer: Any, ranks: int) -> str | None:
             f"{ranks} with {args.world_size}; start more by torchrun or accelerate launch."
         )
     given = {
-        "accelerate's parallelism_config": trainer.accelerator.parallelism_config is not None,
+        "tp_size, cp_size or sp_size": (
+            trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1
+        ),
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "average_tokens_across_devices=False": not args.average_tokens_across_devices,
         "label_smoothing_factor": args.label_smoothing_factor != 0,

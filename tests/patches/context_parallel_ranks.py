@@ -114,7 +114,7 @@ def trained(trainer: Trainer, checkpoint: str | None = None) -> Any:
 
 def run(rank: int, port: int, folder: str) -> None:
     """All of it, as one of four processes."""
-    meet(rank, port, timeout_s=60, world=WORLD)
+    meet(rank, port, timeout_s=120, world=WORLD)
     datasets.disable_progress_bars()
     made = {}
     for name, (ranks, _) in RUNS.items():

@@ -58,7 +58,7 @@ ACCELERATE = (
     Name("accelerate.Accelerator._prepare_one", _SHARES, says="self.prepare_data_loader"),
     *(
         Name(f"accelerate.Accelerator.{name}", _SHARES)
-        for name in ("gather_for_metrics", "device_placement", "rng_types", "parallelism_config")
+        for name in ("gather_for_metrics", "device_placement", "rng_types")
     ),
     Name(
         "accelerate.utils.compile_regions",
