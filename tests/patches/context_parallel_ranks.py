@@ -40,10 +40,11 @@ COMMON: dict[str, Any] = {
 }
 TWICE, EVALUATED = {"gradient_accumulation_steps": 2}, {"eval_strategy": "epoch"}
 UNDISPATCHED = {"accelerator_config": {"dispatch_batches": False}}
+SPLIT = {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": ROWS}
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # the processes that share a row, and settings
     "packed": (4, EVALUATED),
     "accumulated": (2, {**TWICE, **EVALUATED, "save_strategy": "steps", "save_steps": 3}),
-    "flattened": (2, {"dataloader_drop_last": True, "max_grad_norm": 0.0}),
+    "flattened": (2, {**SPLIT, "dataloader_drop_last": True, "max_grad_norm": 0.0}),
     "grouped": (4, {"train_sampling_strategy": "group_by_length"}),
     "streamed": (2, {"max_steps": 3, **UNDISPATCHED}),
     "sft_packing_lora": (2, {"packing": True, "max_length": TOKENS, **EVALUATED}),
@@ -122,6 +123,8 @@ def run(rank: int, port: int, folder: str) -> None:
         made[name] = trained(fv.patch_trainer(trainer, "sdpa", context_parallel=ranks))
     trainer = fv.patch_trainer(trainer_of("accumulated", folder), "sdpa", context_parallel=2)
     made["resumed"] = trained(trainer, f"{folder}/accumulated/checkpoint-3")
+    seed = trainer.get_train_dataloader().worker_init_fn.keywords["rank"]
+    made["seeds_of_workers"] = trainer.accelerator.gather(torch.tensor([seed])).tolist()
     made["errors"] = errors(folder)
     made["examples_of_a_step"] = trainer.get_total_train_batch_size(trainer.args)
     if rank == 0:

@@ -66,6 +66,7 @@ def test_resumes_in_the_middle_of_an_epoch(made):
         assert got == pytest.approx(wanted)
     torch.testing.assert_close(weights, learned)
     assert made["examples_of_a_step"] == 2 * ROWS
+    assert made["seeds_of_workers"] == [0, 0, 1, 1]
 
 
 ERRORS = {
