@@ -98,18 +98,15 @@ def gather_keys_backward(
 
     The first tokens, which one row of keys alone stands for, are copied as they are.
     """
-    gradients = dk_KHD, dv_KHD
-    alone = _tokens_alone(runs.tolist(), sends.tolist(), tokens)
+    gradients, all_runs = (dk_KHD, dv_KHD), runs.tolist()
+    alone = _tokens_alone(all_runs, sends.tolist(), tokens)
     slots, width = tokens + int(received.sum()), sum(x[0].numel() for x in gradients)
     wide = torch.promote_types(dk_KHD.dtype, torch.float32)
     summed = dk_KHD.new_zeros(slots - alone, width, dtype=wide)
-    for slot, row, n in runs.tolist():
-        skip = max(0, min(alone - slot, n))
-        for sums, x in zip(_split(summed, gradients), gradients, strict=True):
-            sums[slot + skip - alone :][: n - skip] += x[row + skip : row + n]
-    returning = _all_to_all(
-        summed[tokens - alone :], _counts(sends, received), received.tolist(), group
-    )
+    _add_runs(summed, gradients, [run for run in all_runs if run[0] >= tokens], alone)
+    theirs = summed[tokens - alone :]
+    returning = _all_to_all(theirs, _counts(sends, received), received.tolist(), group)
+    _add_runs(summed, gradients, [run for run in all_runs if run[0] < tokens], alone)  # meanwhile
     returned, done = _wait_for(returning), 0
     for slot, _, n in sends.tolist():  # rank after rank
         summed[slot - alone :][:n] += returned[done : done + n]
@@ -160,6 +157,14 @@ def _copy_runs(
         if 0 <= begin < len(sources[0]):
             for target, x in zip(targets, sources, strict=True):
                 target[row : row + n] = x[begin : begin + n]
+
+
+def _add_runs(summed: Tensor, gradients: Sequence[Tensor], runs: Runs, alone: int) -> None:
+    """Add the gradients of these runs to the sums, whose first slot is `alone`."""
+    for slot, row, n in runs:
+        skip = max(0, min(alone - slot, n))
+        for sums, x in zip(_split(summed, gradients), gradients, strict=True):
+            sums[slot + skip - alone :][: n - skip] += x[row + skip : row + n]
 
 
 def _tokens_alone(runs: Runs, sends: Runs, tokens: int) -> int:
