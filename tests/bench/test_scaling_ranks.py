@@ -157,6 +157,7 @@ def test_a_row_over_two_ranks_is_timed_against_one():
     assert found.status == "ok"
     assert found.measures["cut_documents"] == found.measures["exchanged_tokens"] == 0
     assert found.measures["efficiency"] > 0
+    assert found.measures["loss"] == pytest.approx(found.measures["single_loss"], rel=1e-5)
     text = scaling_ranks.SUITE.section([recorded("sequence-2-whole", found)])
     assert "| 160 in 16 documents, longest 20 | 2 | documents | 0 |" in text
 

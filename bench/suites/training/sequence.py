@@ -5,18 +5,26 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import log_normal_lengths
 from flexvarlen.bench.suites.training import texts
 from flexvarlen.bench.suites.training.batches import pack
-from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
+from flexvarlen.bench.suites.training.first_step import (
+    LOGIT_TOKENS,
+    check_first_step,
+    first_step_alone,
+)
 from flexvarlen.bench.suites.training.ranks import (
     Measured,
     data_parallel,
@@ -31,7 +39,7 @@ from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase
 from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.measure import memory_meaning, peak_memory_mib, summarize
 from flexvarlen.parallel.plan import plan_row
-from flexvarlen.parallel.shard import Method
+from flexvarlen.parallel.shard import Method, shard_batch
 
 WARMUP_STEPS = 2
 
@@ -56,6 +64,7 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
     if case.row == "one":
         return _trained(case, model, wrapped, _shard(documents, method, device), measures, device)
     model.zero_grad(set_to_none=True)
+    del wrapped
     lengths = list(map(len, documents))
     plan = plan_row(lengths, case.ranks, total_tokens=case.document)
     measures |= {
@@ -63,11 +72,12 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
         "longest_document": max(lengths),
         "cut_documents": len(plan.cut_documents),
     }
-    whole = send_to_device(pack(case.document, [documents])(documents), device)
+    row = send_to_device(pack(case.document, [documents])(documents), device)
+    whole = shard_batch(row, rank=0, ranks=1, method="ulysses")
     shard = _shard(documents, method, device)
     if method == "documents":
         measures["exchanged_tokens"] = _exchanged_tokens(shard["packed_layout"])
-    return "ok", None, measures | _against_one(case, wrapped, whole, shard, device)
+    return "ok", None, measures | _against_one(case, model, whole, shard, device)
 
 
 def _exchanged_tokens(layout: fv.PackedLayout) -> int:
@@ -137,9 +147,30 @@ def _trained(
     return "ok", None, measures
 
 
+class RowLoss(nn.Module):
+    """A model's loss with the logits of few tokens at a time, as those of a row fit on no GPU."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, shift_labels: Tensor, num_items_in_batch: Tensor, **inputs: Any
+    ) -> SimpleNamespace:
+        del inputs["labels"]
+        hidden = self.model.base_model(**inputs).last_hidden_state[0]
+        parts = zip(hidden.split(LOGIT_TOKENS), shift_labels[0].split(LOGIT_TOKENS), strict=True)
+        sums = [checkpoint(self._sum, *part, use_reentrant=False) for part in parts]
+        return SimpleNamespace(loss=torch.stack(sums).sum() / num_items_in_batch)
+
+    def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model.get_output_embeddings()(hidden).float()
+        return cross_entropy(logits, labels, reduction="sum")
+
+
 def _against_one(
     case: SequenceCase,
-    wrapped: nn.Module,
+    model: PreTrainedModel,
     whole: dict[str, Any],
     shard: dict[str, Any],
     device: torch.device,
@@ -148,14 +179,19 @@ def _against_one(
 
     A time is that of the slowest rank; over all ranks it includes the sum of the gradients.
     """
-    model: nn.Module = wrapped.module  # type: ignore[assignment]
+    on_one = RowLoss(model)
+    wrapped = data_parallel(on_one, device)
+
+    losses: dict[str, Tensor] = {}
 
     def alone() -> None:
-        model(**whole).loss.backward()
+        loss = on_one(**whole).loss
+        loss.backward()
+        losses["single_loss"] = loss.detach()
         model.zero_grad(set_to_none=True)
 
     def together() -> None:
-        _step(wrapped, shard)
+        losses["loss"] = _step(wrapped, shard)
         model.zero_grad(set_to_none=True)
 
     times: dict[str, list[float]] = {"single_ms": [], "ms_p50": []}
@@ -174,6 +210,7 @@ def _against_one(
     medians = {name: statistics.median(found) for name, found in times.items()}
     return {
         **medians,
+        **{name: float(loss) for name, loss in losses.items()},
         "repeats": case.steps,
         "efficiency": medians["single_ms"] / medians["ms_p50"] / case.ranks,
         "tokens_per_s": case.document / medians["ms_p50"] * 1e3,
