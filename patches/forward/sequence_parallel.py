@@ -21,6 +21,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.ulysses import shard_tokens
 from flexvarlen.patches.forward.heads import user_loss
 from flexvarlen.patches.forward.inputs import CACHE_NAMES
+from flexvarlen.patches.models.heads import CAUSAL
 from flexvarlen.patches.why_not import ROUTER_LOGITS_OF_A_SHARD
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
         ValueError: documents are given by anything but the layout; the layout does not cover P such
             shards; other tensors are not those of the shard; labels lack the next shard's
             first one; or a loss is a mean over this rank only, also in a user's loss function.
-        NotImplementedError: an auxiliary loss.
+        NotImplementedError: an auxiliary loss, or that of a head other than for next tokens.
 
     Reads shapes only. That all ranks hold the same layout is checked by `shard_row`, not here.
     """
@@ -78,6 +79,12 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
                 "call fv.shard_row on the whole row."
             )
     if inputs.get("labels") is not None:
+        if forward.parts.head not in CAUSAL:
+            raise NotImplementedError(
+                "labels must be next tokens under sequence_parallel_group, got those of a head "
+                f"{forward.parts.head}, whose loss is a mean over this rank's tokens; take the sum "
+                "of the losses of its logits yourself, divided by the labels of the row."
+            )
         _check_loss(forward.module, inputs)
     if forward.returns_router_logits:
         raise NotImplementedError(ROUTER_LOGITS_OF_A_SHARD)

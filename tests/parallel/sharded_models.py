@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaForTokenClassification
 
 import flexvarlen as fv
 from tests.tiny_models import VOCABULARY, new_model
@@ -172,6 +173,7 @@ REFUSED = {
     "labels not shifted": "labels of a shard must come with shift_labels",
     "mean of the shard": "labels of a shard must come with shift_labels",
     "own loss": "model.loss_function must have parameters shift_labels and num_items_in_batch",
+    "labels of tokens": "labels must be next tokens under sequence_parallel_group",
     "auxiliary loss": "output_router_logits must be False",
     "dropout": "attention dropout must be 0",
     "encoder": "a model with sequence_parallel_group must be causal",
@@ -197,6 +199,8 @@ def refused(ranks: int) -> dict[str, str]:
 
     losing = fv.patch_model(new_model("llama", **FEW_KV_HEADS), sequence_parallel_group=group)
     losing.loss_function = lambda logits, labels, vocab_size, **more: logits.sum() / labels.numel()
+    classifier = LlamaForTokenClassification(losing.config)
+    fv.patch_model(classifier, sequence_parallel_group=group)
     three_heads = new_model("llama", num_attention_heads=3, num_key_value_heads=3)
     fv.patch_model(three_heads, sequence_parallel_group=group)
 
@@ -220,6 +224,7 @@ def refused(ranks: int) -> dict[str, str]:
         "labels not shifted": lambda: model(**shard, labels=tokens, num_items_in_batch=9),
         "mean of the shard": lambda: model(**shard, labels=tokens, shift_labels=tokens),
         "own loss": lambda: losing(**whole),
+        "labels of tokens": lambda: classifier(**whole),
         "auxiliary loss": lambda: model(**shard, output_router_logits=True),
         "dropout": lambda: dropping(**shard),
         "encoder": lambda: patch("bert"),
