@@ -13,6 +13,7 @@ Shapes: P = ranks of a group, T = tokens of a row.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, IterableDataset
@@ -87,12 +88,13 @@ class SharedRows(Trainer):  # type: ignore[misc]
                 "the model of a trainer with context_parallel must stay as patch_trainer patched "
                 "it, got another patch or none; make a new trainer."
             )
-        if isinstance(loader.collate_fn, ShardCollator):
+        if isinstance(loader, DataLoaderShard):  # prepared before
             return loader
         refuse_dispatching(accelerator, loader)
         self.compared_in = None
         rank, of_group = dist.get_rank(self.group), accelerator.process_index // ranks
         pad_token_id = getattr(self.processing_class, "pad_token_id", None) or 0
+        loader = copy.copy(loader)  # which may be prepared again
         loader.collate_fn = ShardCollator(loader.collate_fn, rank, ranks, pad_token_id)
         seed_worker = loader.worker_init_fn
         if isinstance(seed_worker, partial) and "rank" in seed_worker.keywords:  # Trainer's

@@ -14,6 +14,7 @@ import torch
 import trl
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
@@ -125,6 +126,9 @@ def run(rank: int, port: int, folder: str) -> None:
     made["resumed"] = trained(trainer, f"{folder}/accumulated/checkpoint-3")
     seed = trainer.get_train_dataloader().worker_init_fn.keywords["rank"]
     made["seeds_of_workers"] = trainer.accelerator.gather(torch.tensor([seed])).tolist()
+    loader = DataLoader(fv.PackedDataset(examples(0, 12), TOKENS), collate_fn=fv.PackedCollator())
+    twice = [trainer.accelerator.prepare(loader) for _ in range(2)]
+    made["batches"] = [*map(len, twice), len(trainer.accelerator.prepare(twice[0]))]
     made["errors"] = errors(folder)
     made["examples_of_a_step"] = trainer.get_total_train_batch_size(trainer.args)
     if rank == 0:

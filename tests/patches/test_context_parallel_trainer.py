@@ -69,6 +69,10 @@ def test_resumes_in_the_middle_of_an_epoch(made):
     assert made["seeds_of_workers"] == [0, 0, 1, 1]
 
 
+def test_a_loader_may_be_prepared_again(made):
+    assert made["batches"] == [3, 3, 3]  # of six rows, for each of two groups
+
+
 ERRORS = {
     "ranks": "context_parallel must divide the number of processes, got 3 with 4",
     "smoothing": "without label_smoothing_factor;",
