@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
@@ -139,6 +141,13 @@ class SharedRows(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """A step on this rank's shard; the mean of the ranks' losses is the loss."""
+        sharded = any(isinstance(x, DTensor) for x in model.parameters())  # by FSDP2, in place
+        if model is self.model and not (sharded or isinstance(model, FullyShardedDataParallel)):
+            raise ValueError(
+                "train() must come before evaluate(), got a model that accelerate prepared for "
+                "evaluation alone, without DDP, so no gradients would be summed over the "
+                "processes; make a new trainer, or pass eval_on_start=True."
+            )
         self.compare_rows(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
 

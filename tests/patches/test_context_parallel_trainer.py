@@ -80,6 +80,7 @@ ERRORS = {
     "rebalanced": "without train_sampling_strategy='batch_rebalance';",
     "padded": "context_parallel shares packed rows, got batches that are padded",
     "dispatched": "got accelerate's dispatch_batches",
+    "evaluated first": r"train\(\) must come before evaluate\(\)",
     "twice": "trainer must be patched once with context_parallel",
     "predict": "predictions need whole rows",
     "isolation": "IsolationCallback verifies whole rows",
