@@ -90,7 +90,8 @@ class SharedRows(Trainer):  # type: ignore[misc]
                 "the model of a trainer with context_parallel must stay as patch_trainer patched "
                 "it, got another patch or none; make a new trainer."
             )
-        if isinstance(loader, DataLoaderShard):  # prepared before
+        is_prepared = isinstance(loader, DataLoaderShard)
+        if is_prepared:
             return loader
         refuse_dispatching(accelerator, loader)
         self.compared_in = None
