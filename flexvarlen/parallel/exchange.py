@@ -4,8 +4,7 @@ Each rank holds runs of documents (pieces). The queries of a piece need the keys
 before the piece, too: the ranks that hold these send them, and get their gradients back. A document
 that lies whole on a rank needs nothing, and where none of the row is cut nothing is sent.
 
-All tables are integers on the host, as pieces are runs of tokens. The gradient of a key is the sum
-of a few, which are added in fp32 one run after another, so always in the same order.
+All tables are integers on the host, as pieces are runs of tokens; `gather_keys.py` reads them.
 
 Shapes: P = ranks, C = tokens of a rank, R = tokens received, Tk = rows of keys, Hkv = num_kv_heads,
 D = head_dim. A slot is an index into the C own tokens followed by the R received ones.

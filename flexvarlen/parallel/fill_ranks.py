@@ -24,7 +24,7 @@ left the fewest uneven rows of log-normal lengths, on 2 to 64 ranks."""
 def even_pieces(lengths: tuple[int, ...], ranks: int, capacity: int) -> Pieces:
     """Each rank at most `capacity` tokens, with as even attention work as is found.
 
-    Whole documents come first, so that what nobody else needs is one run.
+    Whole documents come first, so that what no other rank needs is one run.
     """
     even = (1 + EVEN) * sum(n * n for n in lengths) / 2 / ranks
     whole = whole_documents(lengths, ranks, capacity, even)
@@ -65,11 +65,11 @@ class _Cut:
         return (self.low + self.high) / 2
 
     def works(self, tokens: int) -> tuple[float, float]:
-        """The work of its first tokens, so many, and of its last."""
+        """The work of its first `tokens`, and of its last."""
         return tokens * (self.low + tokens / 2), tokens * (self.high - tokens / 2)
 
     def misses(self, tokens: int, work: float) -> float:
-        """How far so many of its tokens are from this work, if the best ones are taken."""
+        """How far the work of `tokens` of it is from `work`, at best."""
         least, most = self.works(tokens)
         return max(least - work, work - most, 0)
 
@@ -118,7 +118,7 @@ class _Filling:
         self.work = sum(n * n for n in self.lengths) / 2
 
     def next_rank(self, ranks: int) -> list[Piece]:
-        """The pieces of the first of so many ranks that have none."""
+        """The pieces of a rank, the first of `ranks` that have none yet."""
         self.taken: list[Piece] = []
         self.ranks = ranks
         self.room = -(-self.tokens // ranks)
@@ -207,7 +207,7 @@ class _Filling:
         return _Cut(self.documents.pop(index), 0, length)
 
     def _to_cut(self) -> int:
-        """The index of the shortest document that can give the tokens and the work that lack."""
+        """The index of the shortest document that has the missing tokens and work."""
         wanted = max(self.share / max(self.room, 1) + self.room / 2, self.room)
         return min(bisect_left(self.lengths, wanted), len(self.lengths) - 1)
 
