@@ -5,6 +5,7 @@
 | `embed.py` | `embed`; `sentence_transformers_files.py` reads what sentence-transformers saved |
 | `trainers.py` | `patch_trainer` |
 | `context_parallel_trainer.py` | a Trainer whose processes share packed rows |
+| `shard_collator.py` | its collator, which keeps a rank's shard of a row |
 | `trainer_callback.py` | every Trainer's check of a batch's model and loader; a dataset's epoch |
 | `lm_head.py` | `lm_head`: a model's head as a function of hidden states |
 | `api.py` | `patch_model`, `unpatch_model`, `patched` |

@@ -14,9 +14,6 @@ Shapes: P = ranks of a group, T = tokens of a row.
 from __future__ import annotations
 
 import copy
-import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,18 +23,13 @@ from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import pad
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
-from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
-from flexvarlen.parallel.shard import shard_batch
 from flexvarlen.patches.api import current_patch, patch_model
+from flexvarlen.patches.shard_collator import CHECKSUM, ShardCollator
 from flexvarlen.patches.state import BackendChoice
-
-_CHECKSUM = "row_checksum"
 
 
 def share_rows(trainer: Trainer, backend: BackendChoice, ranks: int) -> None:
@@ -121,7 +113,7 @@ class SharedRows(Trainer):  # type: ignore[misc]
 
     def compare_rows(self, inputs: dict[str, Any]) -> None:
         """Raise if the ranks of the group have different rows, in the first batch of an epoch."""
-        mine, epoch = inputs.pop(_CHECKSUM, None), int(self.state.epoch or 0)
+        mine, epoch = inputs.pop(CHECKSUM, None), int(self.state.epoch or 0)
         if mine is None:
             raise ValueError(
                 "batches must come from a loader that trainer.accelerator.prepare returned, got "
@@ -204,79 +196,6 @@ _NO_PREDICTIONS = (
     "leave compute_metrics out, and predict with a model of `with fv.patched(trainer.model):` in a "
     "loop of your own."
 )
-
-
-# ---- the batch of a rank ----
-
-
-@dataclass
-class ShardCollator:
-    """A collator, and of the row that it makes the shard of one rank."""
-
-    collate: Callable[[Any], dict[str, Any]]
-    rank: int
-    ranks: int
-    pad_token_id: int
-
-    @property
-    def data_collator(self) -> Any:
-        """The collator that is not one of Trainer's wrappers, as theirs have it."""
-        return getattr(self.collate, "data_collator", self.collate)
-
-    def __call__(self, features: Any) -> dict[str, Any]:
-        """Collate, and shard."""
-        row = self.packed_row(self.collate(features))
-        checksum = row_checksum(row)
-        return shard_batch(row, self.rank, self.ranks) | {_CHECKSUM: checksum}
-
-    def packed_row(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch as one row with a layout, whose tokens are a multiple of the ranks."""
-        tokens, layout = batch["input_ids"], batch.get("packed_layout")
-        if layout is not None and layout.segments is not None:
-            raise NotImplementedError(
-                "context_parallel cuts no trees, got a TreeCollator's; use PackedCollator."
-            )
-        if len(tokens) != 1 or "labels" not in batch:
-            raise ValueError(
-                "a batch must be one packed row with labels where processes share it, got "
-                f"input_ids {list(tokens.shape)}{'' if 'labels' in batch else ' without labels'}; "
-                "use PackedCollator, DataCollatorWithFlattening, or SFTConfig(packing=True)."
-            )
-        total = -(-tokens.numel() // self.ranks) * self.ranks
-        if layout is None:
-            collator = PackedCollator(
-                total_tokens=total, pad_token_id=self.pad_token_id, next_token_labels=True
-            )
-            return collator(batch)
-        return padded_row(batch, total, self.pad_token_id)
-
-
-def padded_row(batch: dict[str, Any], total_tokens: int, pad_token_id: int) -> dict[str, Any]:
-    """A packed row with padding up to `total_tokens`."""
-    layout: PackedLayout = batch["packed_layout"]
-    more = total_tokens - layout.total_tokens
-    if more == 0 or layout.padding is not None:  # inside the row: of another collator
-        return batch
-    fills = {"input_ids": pad_token_id, "labels": -100, "shift_labels": -100}
-    columns = {
-        name: pad(x, (0, more), value=fills.get(name, 0))
-        for name, x in batch.items()
-        if isinstance(x, Tensor) and x.ndim == 2
-    }
-    longer = PackedLayout.from_cu_seqlens(
-        layout.cu_seqlens,
-        total_tokens=total_tokens,
-        max_seqlen_bound=layout.max_seqlen_bound,
-    )
-    return batch | columns | {"packed_layout": longer}
-
-
-def row_checksum(row: dict[str, Any]) -> Tensor:
-    """int64 scalar, of the tokens, the labels and the documents."""
-    found = 0
-    for x in (row["input_ids"], row["labels"], row["packed_layout"].cu_seqlens):
-        found = zlib.crc32(x.contiguous().numpy().tobytes(), found)
-    return torch.tensor(found)
 
 
 # ---- what cannot be ----

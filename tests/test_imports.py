@@ -30,6 +30,7 @@ ORDER = (
     # patches/, the only part of the runtime that knows transformers
     "patches.trainers",
     "patches.context_parallel_trainer",
+    "patches.shard_collator",
     "patches.embed",
     "patches.sentence_transformers_files",
     "patches.lm_head",

@@ -13,7 +13,8 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 
 import flexvarlen as fv
-from flexvarlen.patches.context_parallel_trainer import ShardCollator, is_padded
+from flexvarlen.patches.context_parallel_trainer import is_padded
+from flexvarlen.patches.shard_collator import ShardCollator
 from tests.patches.context_parallel_ranks import ROWS, RUNS, WORLD, run, trained, trainer_of
 from tests.two_processes import start
 

@@ -1,0 +1,92 @@
+"""The collator of ranks that share a row: it packs the row, and keeps the shard of one rank.
+
+Shapes: P = ranks of a group, T = tokens of a row.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.packing.collator import PackedCollator
+from flexvarlen.parallel.shard import shard_batch
+
+CHECKSUM = "row_checksum"
+"""A column of the shard: of the whole row, so that ranks can compare theirs."""
+
+
+@dataclass
+class ShardCollator:
+    """A collator, and of the row that it makes the shard of one rank."""
+
+    collate: Callable[[Any], dict[str, Any]]
+    rank: int
+    ranks: int
+    pad_token_id: int
+
+    @property
+    def data_collator(self) -> Any:
+        """The collator that is not one of Trainer's wrappers, as theirs have it."""
+        return getattr(self.collate, "data_collator", self.collate)
+
+    def __call__(self, features: Any) -> dict[str, Any]:
+        """Collate, and shard."""
+        row = self.packed_row(self.collate(features))
+        checksum = row_checksum(row)
+        return shard_batch(row, self.rank, self.ranks) | {CHECKSUM: checksum}
+
+    def packed_row(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch as one row with a layout, whose tokens are a multiple of the ranks."""
+        tokens, layout = batch["input_ids"], batch.get("packed_layout")
+        if layout is not None and layout.segments is not None:
+            raise NotImplementedError(
+                "context_parallel cuts no trees, got a TreeCollator's; use PackedCollator."
+            )
+        if len(tokens) != 1 or "labels" not in batch:
+            raise ValueError(
+                "a batch must be one packed row with labels where processes share it, got "
+                f"input_ids {list(tokens.shape)}{'' if 'labels' in batch else ' without labels'}; "
+                "use PackedCollator, DataCollatorWithFlattening, or SFTConfig(packing=True)."
+            )
+        total = -(-tokens.numel() // self.ranks) * self.ranks
+        if layout is None:
+            collator = PackedCollator(
+                total_tokens=total, pad_token_id=self.pad_token_id, next_token_labels=True
+            )
+            return collator(batch)
+        return padded_row(batch, total, self.pad_token_id)
+
+
+def padded_row(batch: dict[str, Any], total_tokens: int, pad_token_id: int) -> dict[str, Any]:
+    """A packed row with padding up to `total_tokens`."""
+    layout: PackedLayout = batch["packed_layout"]
+    more = total_tokens - layout.total_tokens
+    if more == 0 or layout.padding is not None:  # inside the row: of another collator
+        return batch
+    fills = {"input_ids": pad_token_id, "labels": -100, "shift_labels": -100}
+    columns = {
+        name: pad(x, (0, more), value=fills.get(name, 0))
+        for name, x in batch.items()
+        if isinstance(x, Tensor) and x.ndim == 2
+    }
+    longer = PackedLayout.from_cu_seqlens(
+        layout.cu_seqlens,
+        total_tokens=total_tokens,
+        max_seqlen_bound=layout.max_seqlen_bound,
+    )
+    return batch | columns | {"packed_layout": longer}
+
+
+def row_checksum(row: dict[str, Any]) -> Tensor:
+    """int64 scalar, of the tokens, the labels and the documents."""
+    found = 0
+    for x in (row["input_ids"], row["labels"], row["packed_layout"].cu_seqlens):
+        found = zlib.crc32(x.contiguous().numpy().tobytes(), found)
+    return torch.tensor(found)
