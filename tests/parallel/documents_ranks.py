@@ -18,6 +18,7 @@ from flexvarlen.parallel.exchange import KeyExchange
 from flexvarlen.parallel.gather_keys import gather_keys
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
+from tests.parallel.sharded_models import sentences
 from tests.tiny_models import VOCABULARY, new_model
 
 WORLD = 8
@@ -132,7 +133,7 @@ def batch_of(lengths: tuple[int, ...]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Model:
-    """A model of `kind` trained for one step on so many ranks."""
+    """A model of `kind` trained for one step on this number of ranks."""
 
     name: str
     kind: str
@@ -247,13 +248,7 @@ def refused(group: Any) -> dict[str, str]:
         "tree": lambda: fv.shard_row(batch | {"packed_layout": tree}, group),
         "method": lambda: fv.shard_row(batch, group, method="tokens"),
     }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except (ValueError, NotImplementedError) as error:
-            said[name] = str(error)
-    return said
+    return sentences(calls)
 
 
 def run(rank: int, folder: str) -> None:

@@ -31,7 +31,7 @@ def batch_of(row: int, **changes: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Model:
-    """A model of `kind` on so many ranks.
+    """A model of `kind` on this number of ranks.
 
     Attributes:
         groups: of equal sizes, each with a row of its own.
@@ -234,6 +234,11 @@ def refused(ranks: int) -> dict[str, str]:
         "heads": lambda: three_heads(**shard),
         "group": lambda: patch("llama", "sp"),
     }
+    return sentences(calls)
+
+
+def sentences(calls):
+    """What each call that is refused says, by its name."""
     said = {}
     for name, call in calls.items():
         try:
