@@ -78,7 +78,6 @@ def new_trainer(
         "report_to": [],
         "disable_tqdm": True,
         "use_cpu": device.type == "cpu",
-        "activation_checkpointing": case.checkpointing and device.type == "cpu",
     }
     if device.type == "cuda":
         layers = type(model.base_model.layers[0]).__name__
