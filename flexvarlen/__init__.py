@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flexvarlen.attention.backends.registry import BACKENDS, available_backends, why_not
     from flexvarlen.attention.explain import Explanation, explain
     from flexvarlen.layout.labels import tree_loss
-    from flexvarlen.layout.logprobs import DocumentLogprobs, document_logprobs
+    from flexvarlen.layout.logprobs import DocumentLogprobs, document_logprobs, token_logprobs
     from flexvarlen.layout.packed_layout import PackedLayout
     from flexvarlen.layout.per_document import pool
     from flexvarlen.mask.block_mask import document_block_mask
@@ -78,6 +78,7 @@ __all__ = [
     "shard_row",
     "share_prefixes",
     "split_long",
+    "token_logprobs",
     "tokenize_chat",
     "tree_loss",
     "unpatch_model",
@@ -92,7 +93,7 @@ _HOMES = {
     "verify.compare.compare": ("compare",),
     "verify.isolation.callback": ("IsolationCallback",),
     "layout.labels": ("tree_loss",),
-    "layout.logprobs": ("DocumentLogprobs", "document_logprobs"),
+    "layout.logprobs": ("DocumentLogprobs", "document_logprobs", "token_logprobs"),
     "layout.per_document": ("pool",),
     "layout.packed_layout": ("PackedLayout",),
     "mask.block_mask": ("document_block_mask",),

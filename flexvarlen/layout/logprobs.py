@@ -1,4 +1,4 @@
-"""`document_logprobs`: log-probabilities of the tokens of each document, without `[T, V]` logits.
+"""Log-probabilities of each token, and of the tokens of each document, without `[T, V]` logits.
 
 Shapes: T = total_tokens; N = documents, as in `per_document`; H = hidden size; V = vocabulary;
 C = tokens of a chunk.
@@ -7,7 +7,7 @@ C = tokens of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,33 +93,87 @@ def document_logprobs(
     (tensor([-1.3863,  0.0000]), tensor([2, 0]))
     """
     x_TH = flat_tokens(x, layout)
-    require_tensor("labels", labels)
+    require_labels("labels", labels, layout.total_tokens, layout.device)
+    labels_T = labels.reshape(-1).masked_fill(unpredicted_tokens(layout), IGNORE_INDEX)
+    next_T = labels_T.roll(-1)  # the row's first label, ignored, comes last
+    found = _by_chunk(x_TH, next_T, head, chunk_tokens, entropy=entropy)
+    # From the position that predicts to the token that it predicts.
+    per_token, *rest = (each.roll(1) for each in found)
+
+    cu_seqlens = document_boundaries(layout)
+    sums = sum_documents(per_token, cu_seqlens)
+    counts = sum_documents((labels_T != IGNORE_INDEX).double(), cu_seqlens).long()
+    means = sums / counts.clamp(min=1)
+    return DocumentLogprobs(sums, means, counts, per_token, rest[0] if entropy else None)
+
+
+def token_logprobs(
+    x: Tensor,
+    shift_labels: Tensor,
+    *,
+    head: Callable[[Tensor], Tensor] | None = None,
+    chunk_tokens: int = 1024,
+) -> Tensor:
+    """The log-probability of each token's next one, in rows of any kind: trees and shards too.
+
+    With `head` the logits of only `chunk_tokens` tokens exist at a time, in the backward too.
+
+    Args:
+        x: logits `[..., V]`; with `head`, hidden states `[..., H]`.
+        shift_labels: int64 `[...]`, the next token of each; -100 where none counts. From
+            `share_prefixes`, or from `shard_row`.
+        head: maps hidden states `[C, H]` to logits `[C, V]`: `flexvarlen.lm_head(model)`.
+        chunk_tokens: C, at least 1.
+
+    Returns:
+        `[...]` in fp32, or fp64 of fp64 logits; 0 where the label is -100.
+
+    Raises:
+        ValueError: as `document_logprobs`.
+
+    Differentiable (once). No sync; traces under `fullgraph=True`.
+
+    >>> token_logprobs(torch.zeros(1, 3, 2), torch.tensor([[0, 1, -100]]))  # 2 equal logits
+    tensor([[-0.6931, -0.6931,  0.0000]])
+    """
+    require_tensor("x", x)
+    require_labels("shift_labels", shift_labels, x.shape[:-1].numel(), x.device)
+    (found,) = _by_chunk(x.flatten(0, -2), shift_labels.reshape(-1), head, chunk_tokens)
+    return found.view(shift_labels.shape)
+
+
+def require_labels(name: str, labels: Any, tokens: int, device: torch.device) -> None:
+    """Raise ValueError unless there is an int64 label for each token, on their device."""
+    require_tensor(name, labels)
+    if labels.numel() != tokens or labels.dtype != torch.int64:
+        raise ValueError(
+            f"{name} must be int64 with one label for each of {tokens} tokens, got "
+            f"{labels.dtype} {tuple(labels.shape)}; pass them as to the model."
+        )
+    if labels.device != device:
+        raise ValueError(
+            f"{name} must be on the tokens' device {device}, got {labels.device}; call {name}.to()."
+        )
+
+
+def _by_chunk(
+    x_TH: Tensor, next_T: Tensor, head: Any, chunk_tokens: int, *, entropy: bool = False
+) -> list[Tensor]:
+    """`_scores` of a chunk after the other, each `[T]`."""
     if head is not None and not callable(head):
         raise ValueError(
             f"head must be callable, got {type(head).__name__}; pass a module of the model's."
-        )
-    if labels.numel() != layout.total_tokens or labels.dtype != torch.int64:
-        raise ValueError(
-            f"labels must be int64 with one label for each of {layout.total_tokens} tokens, got "
-            f"{labels.dtype} {tuple(labels.shape)}; pass them as to the model, without a shift."
-        )
-    if labels.device != layout.device:
-        raise ValueError(
-            f"labels must be on the layout's device {layout.device}, got {labels.device}; call "
-            "labels.to()."
-        )
-    chunk = as_int(chunk_tokens)
-    if chunk is None or chunk < 1:
-        raise ValueError(
-            f"chunk_tokens must be an integer, at least 1, got {chunk_tokens!r}; pass 1024."
         )
     if hasattr(head, "base_model"):  # of transformers, or PEFT's around one
         raise ValueError(
             "head must map hidden states to logits, got a whole model, "
             f"{type(head).__name__}; pass flexvarlen.lm_head(model)."
         )
-    labels_T = labels.reshape(-1).masked_fill(unpredicted_tokens(layout), IGNORE_INDEX)
-    next_T = labels_T.roll(-1)  # the row's first label, ignored, comes last
+    chunk = as_int(chunk_tokens)
+    if chunk is None or chunk < 1:
+        raise ValueError(
+            f"chunk_tokens must be an integer, at least 1, got {chunk_tokens!r}; pass 1024."
+        )
 
     def score(x_CH: Tensor, next_C: Tensor) -> tuple[Tensor, ...]:
         logits_CV = x_CH if head is None else head(x_CH)
@@ -129,14 +183,7 @@ def document_logprobs(
         checkpoint(score, x_CH, next_C, use_reentrant=False)
         for x_CH, next_C in zip(x_TH.split(chunk), next_T.split(chunk), strict=True)
     ]
-    # From the position that predicts to the token that it predicts.
-    per_token, *rest = (torch.cat(parts).roll(1) for parts in zip(*chunks, strict=True))
-
-    cu_seqlens = document_boundaries(layout)
-    sums = sum_documents(per_token, cu_seqlens)
-    counts = sum_documents((labels_T != IGNORE_INDEX).double(), cu_seqlens).long()
-    means = sums / counts.clamp(min=1)
-    return DocumentLogprobs(sums, means, counts, per_token, rest[0] if entropy else None)
+    return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
 
 
 def _scores(logits_CV: Tensor, next_C: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:

@@ -106,6 +106,21 @@ def test_the_head_sees_more_tokens_than_a_chunk():
     torch.testing.assert_close(grads, expected)
 
 
+def test_token_logprobs_are_those_of_all_logits():
+    head, hidden = torch.nn.Linear(5, V).double(), torch.randn(2, 9, 5).double().requires_grad_()
+    labels = new_labels(18).view(2, 9)
+    weights = torch.randn(2, 9).double()
+    expected = -torch.nn.functional.cross_entropy(
+        head(hidden).transpose(1, 2), labels, reduction="none"
+    )
+    found = fv.token_logprobs(hidden, labels, head=head, chunk_tokens=4)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(fv.token_logprobs(head(hidden), labels), expected)
+    inputs = (hidden, *head.parameters())
+    grads, wanted = (torch.autograd.grad((x * weights).sum(), inputs) for x in (found, expected))
+    torch.testing.assert_close(grads, wanted)
+
+
 def test_a_document_changes_bits_of_another():
     layout = PackedLayout.from_lengths([4, 5, 3])
     logits, labels = torch.randn(12, V), new_labels(12, ignored=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import datasets
@@ -24,6 +25,7 @@ from transformers import (
 
 import flexvarlen as fv
 from tests.contract_training import settings
+from tests.patches.forward.test_liger import fused_forward
 from tests.patches.test_trl import tokenizer
 from tests.tiny_models import VOCABULARY, new_model
 from tests.two_processes import meet
@@ -91,6 +93,8 @@ def trainer_of(run: str, folder: str, *, alone: bool = False, **changes: Any) ->
     model, more = new_model("qwen3", num_attention_heads=8), parts_of(run)
     if alone:
         fv.patch_model(model, "sdpa")
+    elif run == "flattened":  # as Liger does it, without logits
+        model.forward = MethodType(fused_forward, model)
     if run.startswith("sft"):
         plain = {"bf16": False, "gradient_checkpointing": False, "shuffle_dataset": False}
         args = trl.SFTConfig(**plain | given)
