@@ -185,9 +185,21 @@ def test_ranks_that_answer_otherwise_are_wrong(name):
         return fv.packed_attention(q_THD, k_THD, v_THD, layout, backend="sdpa")
 
     right = row_attention._results(attend, inputs)
-    assert row_attention.compare(inputs, lengths, right, right)[1] is None
-    wrong = replace(right, **{name: right.named()[name].roll(1, 0)})
-    assert row_attention.compare(inputs, lengths, right, wrong)[1].startswith(f"{name} of tokens")
+    reasons = [
+        row_attention.compare(inputs, lengths, right, found, ranks=1)[1]
+        for found in (
+            right,
+            replace(right, **{name: right.named()[name].roll(1, 0)}),
+            replace(right, **{name: changed_last_head(right.named()[name])}),
+        )
+    ]
+    assert reasons[0] is None
+    assert reasons[1].startswith(f"{name} of tokens")
+    assert reasons[2].startswith("the ranks differ from one GPU by")
+
+
+def changed_last_head(x):
+    return torch.cat([x[:, :-1], -x[:, -1:]], dim=1)
 
 
 def test_efficiency_is_against_one_gpu(tmp_path):
