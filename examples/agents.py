@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import flexvarlen as fv
@@ -66,8 +65,8 @@ class PolicyGradientTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
         labels, weights = inputs.pop("shift_labels"), inputs.pop("weights")
-        logits = model(**inputs).logits[0].float()
-        return (cross_entropy(logits, labels, reduction="none") * weights).sum()
+        logits = model(**inputs).logits[0]
+        return -(fv.token_logprobs(logits, labels) * weights).sum()
 
 
 def main(

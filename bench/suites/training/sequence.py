@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
@@ -158,14 +156,10 @@ class RowLoss(nn.Module):
         self, shift_labels: Tensor, num_items_in_batch: Tensor, **inputs: Any
     ) -> SimpleNamespace:
         del inputs["labels"]
-        hidden = self.model.base_model(**inputs).last_hidden_state[0]
-        parts = zip(hidden.split(LOGIT_TOKENS), shift_labels[0].split(LOGIT_TOKENS), strict=True)
-        sums = [checkpoint(self._sum, *part, use_reentrant=False) for part in parts]
-        return SimpleNamespace(loss=torch.stack(sums).sum() / num_items_in_batch)
-
-    def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = self.model.get_output_embeddings()(hidden).float()
-        return cross_entropy(logits, labels, reduction="sum")
+        hidden = self.model.base_model(**inputs).last_hidden_state
+        head = self.model.get_output_embeddings()
+        logprobs = fv.token_logprobs(hidden, shift_labels, head=head, chunk_tokens=LOGIT_TOKENS)
+        return SimpleNamespace(loss=-logprobs.sum() / num_items_in_batch)
 
 
 def _against_one(
