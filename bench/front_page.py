@@ -61,7 +61,7 @@ GAINS = (
         {"mode": "compiled"},
     ),
     Gain(
-        "TRL's GRPO update, 16 answers to a prompt of 4,096 tokens",
+        "TRL's GRPO update with `share_prefixes=True`, 16 answers to a prompt of 4,096 tokens",
         "padded batches, transformers FA3",
         *("preference", "samples_per_s", "auto+shared", "padded-fa3"),
         {"task": "grpo", "prompt": 4096, "group": 16},

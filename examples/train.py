@@ -36,7 +36,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from transformers.optimization import get_cosine_schedule_with_warmup
 
 import flexvarlen as fv
-from flexvarlen.parallel.shard import shard_batch
 from flexvarlen.verify.corpus import read_documents, train_tokenizer
 
 DATA = (
@@ -140,7 +139,10 @@ def main(
     ranks, pad = accelerator.num_processes, tokenizer.pad_token_id or 0
     groups, group_index = ranks // context_parallel, accelerator.process_index // context_parallel
     if groups * context_parallel != ranks:
-        raise typer.BadParameter(f"context_parallel must divide {ranks}, got {context_parallel}.")
+        raise typer.BadParameter(
+            f"context_parallel must divide the {ranks} processes, got {context_parallel}; start "
+            "more by accelerate launch --num_processes."
+        )
     run = {"processes": ranks, "tokens": tokens, "accumulate": accumulate, "seed": seed}
     run["context_parallel"] = context_parallel
     run |= {"rows": len(rows), "rows_crc32": zlib.crc32(json.dumps(rows).encode())}
@@ -162,7 +164,7 @@ def main(
     def collate(documents: Any) -> dict[str, Any]:
         row = collate_row(documents)
         rank = accelerator.process_index % context_parallel
-        return shard_batch(row, rank, context_parallel) if sharing else row
+        return fv.shard_batch(row, rank, context_parallel) if sharing else row
 
     sampler = fv.BalancedSampler(lengths, num_replicas=groups, seed=seed)
     loader = DataLoader(rows, sampler=sampler, collate_fn=collate, pin_memory=on_gpu)

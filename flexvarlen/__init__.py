@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         tokenize_chat,
     )
     from flexvarlen.packing.prefixes import SharedPrefixes, TreeCollator, share_prefixes
-    from flexvarlen.parallel.shard import shard_row
+    from flexvarlen.parallel.shard import shard_batch, shard_row
     from flexvarlen.patches.api import is_patched, patch_model, patched, unpatch_model
     from flexvarlen.patches.embed import embed
     from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
@@ -75,6 +75,7 @@ __all__ = [
     "patch_trainer",
     "patched",
     "pool",
+    "shard_batch",
     "shard_row",
     "share_prefixes",
     "split_long",
@@ -109,7 +110,7 @@ _HOMES = {
         "tokenize_chat",
     ),
     "packing.prefixes": ("SharedPrefixes", "TreeCollator", "share_prefixes"),
-    "parallel.shard": ("shard_row",),
+    "parallel.shard": ("shard_batch", "shard_row"),
     "patches.embed": ("embed",),
     "patches.isolation.report": ("IsolationError", "IsolationReport"),
     "patches.isolation.verify": ("verify_isolation",),
@@ -135,9 +136,9 @@ def _register_callback(_: ModuleType) -> None:
 
 
 if "FLEXVARLEN_FLA_CONFIGS" in os.environ:  # fla reads its own variables when it is imported
-    from flexvarlen.recurrent.fla_configs import use_if_asked
+    from flexvarlen.recurrent.fla_configs import use_configs_from_environment
 
-    use_if_asked()
+    use_configs_from_environment()
 after_import("transformers.modeling_utils", _register_attention)
 after_import("transformers.trainer", _register_callback)
 

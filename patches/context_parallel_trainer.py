@@ -53,7 +53,7 @@ def share_rows(trainer: Trainer, backend: BackendChoice, ranks: int) -> None:
 
 
 class SharedRows(Trainer):  # type: ignore[misc]
-    """What a Trainer whose processes share rows does otherwise; put before its own class."""
+    """What a Trainer whose processes share rows does differently; put before its own class."""
 
     group: Any
     """This process's group."""
@@ -151,7 +151,7 @@ class SharedRows(Trainer):  # type: ignore[misc]
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of the shard, of which the ranks' mean is wanted.
+        """The loss of the shard, scaled so that the mean over all ranks is the loss of the step.
 
         SFTTrainer evaluates without a count, by the mean over the labels of each process.
         """
@@ -198,7 +198,7 @@ _NO_PREDICTIONS = (
 )
 
 
-# ---- what cannot be ----
+# ---- refusals ----
 
 
 def why_not_shared(trainer: Any, ranks: int) -> str | None:

@@ -19,12 +19,12 @@ from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.parallel.shard import shard_batch
 
 CHECKSUM = "row_checksum"
-"""A column of the shard: of the whole row, so that ranks can compare theirs."""
+"""The column of the whole row's checksum, by which the ranks compare their rows."""
 
 
 @dataclass
 class ShardCollator:
-    """A collator, and of the row that it makes the shard of one rank."""
+    """Collates a batch into one packed row, and returns one rank's shard of it."""
 
     collate: Callable[[Any], dict[str, Any]]
     rank: int

@@ -18,7 +18,7 @@ from flexvarlen.attention.explain import Explanation, explain
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.machine import environment
 from flexvarlen.recurrent import fla_kernels
-from flexvarlen.recurrent.fla_configs import fla_is_asked
+from flexvarlen.recurrent.fla_configs import fla_variables_are_set
 from flexvarlen.recurrent.fla_kernels.check import noted
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -114,7 +114,7 @@ def fla_configs() -> str | None:
     """Where fla's kernels get their configurations; None where it is not installed."""
     if _version("fla-core") is None:
         return None
-    if fla_is_asked():
+    if fla_variables_are_set():
         return "fla's kernels run in the configurations that are stored for them."
     return (
         "fla times its kernels for minutes in each process; on a Hopper GPU "

@@ -114,12 +114,16 @@ def token_logprobs(
     head: Callable[[Tensor], Tensor] | None = None,
     chunk_tokens: int = 1024,
 ) -> Tensor:
-    """The log-probability of each token's next one, in rows of any kind: trees and shards too.
+    """The log-probability of each token's next token.
+
+    It takes `shift_labels`, so it serves trees (`share_prefixes`) and shards (`shard_row`) too. For
+    sums of documents there is `document_logprobs`. Under DDP or FSDP call it in the forward of the
+    module that is wrapped, or gradients are not summed over the ranks.
 
     With `head` the logits of only `chunk_tokens` tokens exist at a time, in the backward too.
 
     Args:
-        x: logits `[..., V]`; with `head`, hidden states `[..., H]`.
+        x: with `head` hidden states `[..., H]`; without, logits `[..., V]`.
         shift_labels: int64 `[...]`, the next token of each; -100 where none counts. From
             `share_prefixes`, or from `shard_row`.
         head: maps hidden states `[C, H]` to logits `[C, V]`: `flexvarlen.lm_head(model)`.

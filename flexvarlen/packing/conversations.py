@@ -24,10 +24,10 @@ def conversation_samples(
     """What a policy saw and wrote at each of its turns in a recorded conversation.
 
     A sample is the prompt of a turn, as the chat template writes it (Qwen3's leaves out the
-    reasoning before the last question), and the answer, which alone is learned. An answer is what
-    the template adds to its prompt, without the white space after it; a message before all others
-    answers nothing. `share_prefixes` makes one tree of the samples of all conversations of a task.
-    For fine-tuning on packed rows of whole chats there is `tokenize_chat`.
+    reasoning before the last question), and its answer; only the answer has labels. An answer is
+    what the template adds to its prompt, without the white space after it. An assistant message at
+    index 0 is context, not an answer. `share_prefixes` makes one tree of the samples of all
+    conversations of a task. For fine-tuning on packed rows of whole chats there is `tokenize_chat`.
 
     Assistant messages may hold the tokens of the inference engine, under the names of vLLM's
     responses: `token_ids` of the answer and `prompt_token_ids`. With both, samples are these

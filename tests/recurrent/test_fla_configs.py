@@ -31,7 +31,7 @@ def found():
 
 def test_the_option_names_the_folder_of_the_files(monkeypatch):
     monkeypatch.setenv("FLEXVARLEN_FLA_CONFIGS", "1")
-    fla_configs.use_if_asked()
+    fla_configs.use_configs_from_environment()
     mode, folder = found()
     assert mode == "default"
     files = list(Path(folder).glob("*.json"))
@@ -47,14 +47,14 @@ def test_nothing_is_set_unasked(monkeypatch, value):
     monkeypatch.delenv("FLEXVARLEN_FLA_CONFIGS", raising=False)
     if value is not None:
         monkeypatch.setenv("FLEXVARLEN_FLA_CONFIGS", value)
-    fla_configs.use_if_asked()
+    fla_configs.use_configs_from_environment()
     assert found() == [None, None]
 
 
 def test_flas_own_variables_take_precedence(monkeypatch):
     monkeypatch.setenv("FLEXVARLEN_FLA_CONFIGS", "1")
     monkeypatch.setenv("FLA_CACHE_MODE", "disabled")
-    fla_configs.use_if_asked()
+    fla_configs.use_configs_from_environment()
     assert found() == ["disabled", None]
 
 
@@ -62,14 +62,14 @@ def test_an_import_of_fla_before_is_warned_of(monkeypatch):
     monkeypatch.setenv("FLEXVARLEN_FLA_CONFIGS", "1")
     monkeypatch.setitem(sys.modules, "fla.ops.utils.cache", ModuleType("cache"))
     with pytest.warns(UserWarning, match="import flexvarlen before"):
-        fla_configs.use_if_asked()
+        fla_configs.use_configs_from_environment()
     assert found() == [None, None]
 
 
 def test_another_value_is_refused(monkeypatch):
     monkeypatch.setenv("FLEXVARLEN_FLA_CONFIGS", "yes")
     with pytest.raises(ValueError, match="must be 0 or 1, got 'yes'"):
-        fla_configs.use_if_asked()
+        fla_configs.use_configs_from_environment()
 
 
 def test_doctor_names_the_option_where_fla_is_installed(monkeypatch):

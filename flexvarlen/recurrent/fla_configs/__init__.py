@@ -13,12 +13,12 @@ def use_fla_configs() -> None:
 
     fla reads the variables when it is imported: call this before.
     """
-    if not fla_is_asked():
+    if not fla_variables_are_set():
         os.environ.update(FLA_CACHE_MODE="default", FLA_CONFIG_DIR=str(Path(__file__).parent))
 
 
-def use_if_asked() -> None:
-    """The same if FLEXVARLEN_FLA_CONFIGS is 1.
+def use_configs_from_environment() -> None:
+    """Call `use_fla_configs` if FLEXVARLEN_FLA_CONFIGS is 1.
 
     Raises:
         ValueError: it is neither 0 nor 1.
@@ -28,7 +28,7 @@ def use_if_asked() -> None:
         raise ValueError(
             f"FLEXVARLEN_FLA_CONFIGS must be 0 or 1, got {asked!r}; set one of them or unset it."
         )
-    if asked != "1" or fla_is_asked():
+    if asked != "1" or fla_variables_are_set():
         return
     if "fla.ops.utils.cache" in sys.modules:
         warnings.warn(
@@ -40,6 +40,6 @@ def use_if_asked() -> None:
     use_fla_configs()
 
 
-def fla_is_asked() -> bool:
+def fla_variables_are_set() -> bool:
     """Whether fla's own variables say which configurations it takes."""
     return "FLA_CACHE_MODE" in os.environ or "FLA_CONFIG_DIR" in os.environ

@@ -1,8 +1,8 @@
 """Check fla's kernels against the recurrence, token by token, before a model runs them.
 
-Compilers have compiled them wrongly before (flash-linear-attention issue 640). The first use of a
-kind of scan on a machine compares outputs and gradients on a small row, for the last heads; that it
-is right is noted in the cache file of "auto". A scan that is wrong runs in plain torch.
+Triton has miscompiled them before (flash-linear-attention issue 640). The first use of each kind of
+scan on a machine compares the last heads' outputs and gradients on a small row. A pass is stored in
+the cache file of "auto"; a scan that fails runs in plain torch.
 """
 
 from __future__ import annotations
