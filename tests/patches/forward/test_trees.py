@@ -103,18 +103,23 @@ def test_one_tree_or_nothing_shared(chosen, family):
     torch.testing.assert_close(out.loss, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_one_graph_for_batches_of_equal_sizes():
+@pytest.mark.parametrize("family", ["qwen3_windows", "lfm2"])
+def test_one_graph_for_batches_of_equal_sizes(family):
+    """The last one without padding."""
     torch._dynamo.reset()
-    model = fv.patch_model(new_model("qwen3_windows"), "sdpa")
+    model = fv.patch_model(new_model(family), "sdpa")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     sizes = {"total_tokens": 192, "capacity": 16, "max_seqlen_bound": 192, "max_depth": 4}
     texts = samples()
+    left = 192 - fv.share_prefixes(texts).layout.total_tokens
+    full = [*texts, [0, *[3] * left][:left]]
     with watch_compilation() as stats:
-        for batch in (texts, texts[:3], [*texts[2:], texts[0]]):
+        for batch in (texts, texts[:3], full):
             inputs = fv.share_prefixes(batch, **sizes).batch()
             found, expected = compiled(**inputs), model(**inputs)
             torch.testing.assert_close(found.loss, expected.loss, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    assert inputs["packed_layout"].has_padding is False
     assert (stats.compilations, stats.graph_breaks) == (1, 0)
 
 
