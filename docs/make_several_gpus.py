@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 IMAGES = Path(__file__).resolve().parent / "images"
-LENGTHS, CUT = (2500, 700, 900, 6900, 1000, 800, 700, 2600), 3
+LENGTHS, CUT = (2800, 600, 800, 6900, 1100, 600, 600, 2700), 3
 RANKS, TOKENS = 4, 4096
 CUT_COLOR, COLORS, PADDING = "#E69F00", ("#56B4E9", "#9AD1F2"), "#DDDDDD"
 RECEIVED = {"facecolor": "white", "edgecolor": CUT_COLOR, "hatch": "//////"}

@@ -44,29 +44,42 @@ def contiguous_pieces(lengths: tuple[int, ...], ranks: int, capacity: int) -> Pi
     return tuple(map(tuple, pieces))
 
 
-def whole_documents(
-    lengths: tuple[int, ...], ranks: int, capacity: int, most_work: float
-) -> Pieces | None:
-    """The longest first, each to the rank that has the least work and room; None if one has none.
+def whole_documents(lengths: tuple[int, ...], ranks: int, capacity: int) -> list[list[Piece]]:
+    """The longest first, each to the rank with the least work among those that have room.
 
-    Args:
-        lengths, ranks, capacity: as in `even_pieces`.
-        most_work: of a rank.
+    Those that fit nowhere, fewer than P of the shortest, then fill what is left of the ranks.
     """
     longest_first = sorted(((n, document) for document, n in enumerate(lengths) if n), reverse=True)
-    if longest_first and (longest_first[0][0] ** 2 / 2 > most_work):
-        return None
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-    by_work = [(0.0, rank, capacity) for rank in range(ranks)]  # a heap
+    by_work = [(0.0, capacity, rank) for rank in range(ranks)]  # a heap
+    by_room: list[tuple[int, float, int]] = []  # a heap of the others: too full for this length
+    rest = []
     for length, document in longest_first:
-        full = []
-        while by_work and by_work[0][2] < length:
-            full.append(heappop(by_work))
-        if not by_work or by_work[0][0] + length**2 / 2 > most_work:
-            return None
-        work, rank, room = by_work[0]
-        pieces[rank].append(Piece(document, 0, length))
-        heapreplace(by_work, (work + length**2 / 2, rank, room - length))
-        for each in full:
-            heappush(by_work, each)
-    return tuple(tuple(sorted(own)) for own in pieces)
+        while by_room and -by_room[0][0] >= length:
+            room, work, rank = heappop(by_room)
+            heappush(by_work, (work, -room, rank))
+        while by_work and by_work[0][1] < length:
+            work, room, rank = heappop(by_work)
+            heappush(by_room, (-room, work, rank))
+        if by_work:
+            work, room, rank = by_work[0]
+            heapreplace(by_work, (work + length**2 / 2, room - length, rank))
+            pieces[rank].append(Piece(document, 0, length))
+        else:
+            rest.append((document, length))
+    _fill(pieces, capacity, rest)
+    return pieces
+
+
+def _fill(pieces: list[list[Piece]], capacity: int, documents: list[tuple[int, int]]) -> None:
+    """Lay documents (number, length) one after another into what is left of the ranks."""
+    ranks = ((own, capacity - sum(piece.tokens for piece in own)) for own in pieces)
+    own, room = next(ranks)
+    for document, length in documents:
+        start = 0
+        while start < length:
+            while not room:
+                own, room = next(ranks)
+            stop = min(length, start + room)
+            own.append(Piece(document, start, stop))
+            start, room = stop, room - (stop - start)

@@ -26,7 +26,7 @@ GROUPS = {2: (6, 7), 3: (1, 2, 3), 4: (0, 2, 4, 6), 8: tuple(range(8))}
 """The processes of the world that share a row, by their number: one start for all cases."""
 TOKENS = 120  # which these numbers divide
 ROWS = {
-    "mixed": (37, 1, 50, 22, 9),  # and a token of padding
+    "mixed": (41, 1, 40, 37),  # and a token of padding
     "long": (100, 1, 19),  # longer than a rank
     "one": (120,),
     "first": (80, 12, 4, 24),  # all tokens of the first of two ranks are sent
