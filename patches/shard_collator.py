@@ -5,7 +5,6 @@ Shapes: P = ranks of a group, T = tokens of a row.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from torch.nn.functional import pad
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.collator import PackedCollator
-from flexvarlen.parallel.shard import shard_batch
+from flexvarlen.parallel.shard import checksum, shard_batch
 
 CHECKSUM = "row_checksum"
 """The column of the whole row's checksum, by which the ranks compare their rows."""
@@ -39,8 +38,8 @@ class ShardCollator:
     def __call__(self, features: Any) -> dict[str, Any]:
         """Collate, and shard."""
         row = self.packed_row(self.collate(features))
-        checksum = row_checksum(row)
-        return shard_batch(row, self.rank, self.ranks) | {CHECKSUM: checksum}
+        found = checksum(row["input_ids"], row["labels"], row["packed_layout"].cu_seqlens)
+        return shard_batch(row, self.rank, self.ranks) | {CHECKSUM: torch.tensor(found)}
 
     def packed_row(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch as one row with a layout, whose tokens are a multiple of the ranks."""
@@ -82,11 +81,3 @@ def padded_row(batch: dict[str, Any], total_tokens: int, pad_token_id: int) -> d
         max_seqlen_bound=layout.max_seqlen_bound,
     )
     return batch | columns | {"packed_layout": longer}
-
-
-def row_checksum(row: dict[str, Any]) -> Tensor:
-    """int64 scalar, of the tokens, the labels and the documents."""
-    found = 0
-    for x in (row["input_ids"], row["labels"], row["packed_layout"].cu_seqlens):
-        found = zlib.crc32(x.contiguous().numpy().tobytes(), found)
-    return torch.tensor(found)

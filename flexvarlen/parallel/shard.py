@@ -177,7 +177,7 @@ def _require_one_row(
         layout = batch["packed_layout"]
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
         tensors |= {"document_ids": layout.document_ids(), "real_tokens": layout.real_tokens()}
-        mine = {name: _checksum(x) for name, x in sorted(tensors.items())}
+        mine = {name: checksum(x) for name, x in sorted(tensors.items())}
     others: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(others, mine, group=group)
     if refusal is not None:
@@ -191,6 +191,10 @@ def _require_one_row(
             )
 
 
-def _checksum(x: Tensor) -> int:
-    numbers_T = x.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(numbers_T.view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
+def checksum(*tensors: Tensor) -> int:
+    """Of their bytes. Syncs if they are on a device."""
+    found = 0
+    for x in tensors:
+        numbers_T = x.detach().cpu().contiguous().reshape(-1)
+        found = zlib.crc32(numbers_T.view(torch.uint8).numpy().tobytes(), found)  # no bf16 in numpy
+    return found
