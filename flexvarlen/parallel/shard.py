@@ -23,7 +23,7 @@ from flexvarlen.parallel.sharded_layout import sharded_layout
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
 
-Method = Literal["documents", "ulysses"]
+Method = Literal["documents", "contiguous", "ulysses"]
 
 
 def shard_row(
@@ -40,8 +40,9 @@ def shard_row(
             columns with one value per token (`labels`, `position_ids`); and numbers.
         group: the ranks; None: all.
         method: "documents" gives a rank whole documents, and pieces of P - 1 at most, whose keys
-            the ranks exchange in attention; "ulysses" gives it the next T/P tokens, and in
-            attention the ranks exchange heads for tokens, so P must divide the heads.
+            the ranks exchange in attention; "contiguous" gives it the next T/P tokens instead, for
+            models with recurrent layers, whose state passes from rank to rank; "ulysses" too, and
+            in attention the ranks exchange heads for tokens, so P must divide the heads.
         ignore_index: the label that the loss ignores.
 
     Returns:
@@ -93,17 +94,18 @@ def shard_batch(
     if refusal is not None:
         raise ValueError(refusal)
     if method not in get_args(Method):
-        raise ValueError(f"method must be 'documents' or 'ulysses', got {method!r}; choose one.")
+        names = ", ".join(map(repr, get_args(Method)))
+        raise ValueError(f"method must be one of {names}, got {method!r}; choose one.")
     layout: PackedLayout = batch["packed_layout"]
     if layout.segments is not None:
         raise NotImplementedError(
             "shard_row does not cut trees, whose branches would end in other shards; pack each "
             "path as a document."
         )
-    if method == "documents":
-        here, own = _own_documents(layout, rank, ranks)
-    else:
+    if method == "ulysses":
         here, own = torch.arange(layout.total_tokens).view(ranks, -1)[rank], layout
+    else:
+        here, own = _own_documents(layout, rank, ranks, contiguous=method == "contiguous")
 
     def share(x: Tensor) -> Tensor:
         return x[:, here.to(x.device)]
@@ -122,7 +124,9 @@ def shard_batch(
     return found
 
 
-def _own_documents(layout: PackedLayout, rank: int, ranks: int) -> tuple[Tensor, PackedLayout]:
+def _own_documents(
+    layout: PackedLayout, rank: int, ranks: int, *, contiguous: bool
+) -> tuple[Tensor, PackedLayout]:
     """The tokens of the row that a rank has, int64 `[T/P]` on the host, and their layout."""
     boundaries = layout.cu_seqlens_host
     starts = (layout.cu_seqlens if boundaries is None else boundaries).tolist()
@@ -131,9 +135,11 @@ def _own_documents(layout: PackedLayout, rank: int, ranks: int) -> tuple[Tensor,
         is_padding[: layout.total_tokens] = layout.padding.tolist()
     documents = [pair for pair in pairwise(starts) if pair[0] < pair[1] and not is_padding[pair[0]]]
     lengths = [stop - start for start, stop in documents]
-    plan = plan_row(lengths, ranks, total_tokens=layout.total_tokens)
+    plan = plan_row(lengths, ranks, total_tokens=layout.total_tokens, contiguous=contiguous)
     order = torch.from_numpy(plan.order([start for start, _ in documents]))
-    own = sharded_layout(plan.pieces, plan.tokens_per_rank, rank, device=layout.device)
+    own = sharded_layout(
+        plan.pieces, plan.tokens_per_rank, rank, device=layout.device, contiguous=contiguous
+    )
     return order.view(ranks, -1)[rank], own
 
 

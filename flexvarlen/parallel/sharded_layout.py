@@ -6,7 +6,7 @@ Imports: torch. Never transformers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ class RowShard:
             first token in its document; 0 in spare slots, and for padding.
         exchange: what the ranks exchange for attention; None if no document of the row is cut.
         causal: whether the exchange is for causal attention.
+        hops: int64 `[3]` on the host, of a rank with the next tokens of the row: whether its first
+            document comes from the rank before, whether its last one goes on at the next, and the
+            slot of that one; None of pieces in another order.
     """
 
     rank: int
@@ -33,11 +36,12 @@ class RowShard:
     starts: Tensor
     exchange: KeyExchange | None
     causal: bool
+    hops: Tensor | None = None
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> RowShard:
         """The same with `move` of the tensors on the device."""
         exchange = None if self.exchange is None else self.exchange.moved(move)
-        return RowShard(self.rank, self.ranks, move(self.starts), exchange, self.causal)
+        return replace(self, starts=move(self.starts), exchange=exchange)
 
 
 def sharded_layout(
@@ -47,6 +51,7 @@ def sharded_layout(
     *,
     device: torch.device | str = "cpu",
     causal: bool = True,
+    contiguous: bool = False,
 ) -> PackedLayout:
     """The layout of one rank's pieces, with its `shard`.
 
@@ -56,6 +61,7 @@ def sharded_layout(
         rank: whose.
         device: where its tensors go.
         causal: whether attention is causal. Bidirectional attention needs more keys.
+        contiguous: whether each rank has the next tokens of the row.
 
     Sizes that kernels and compiled graphs depend on are the same on all ranks, and rounded up.
     """
@@ -72,5 +78,13 @@ def sharded_layout(
     for slot, (_, start, _) in enumerate(pieces[rank]):
         starts[slot] = start
     exchange = KeyExchange.of(pieces, tokens_per_rank, rank, capacity=capacity, causal=causal)
-    layout.shard = RowShard(rank, len(pieces), starts, exchange, causal)
+    hops = _hops(pieces, rank) if contiguous else None
+    layout.shard = RowShard(rank, len(pieces), starts, exchange, causal, hops)
     return layout.to(device)
+
+
+def _hops(pieces: Pieces, rank: int) -> Tensor:
+    own, later = pieces[rank], [each[0] for each in pieces[rank + 1 :] if each]
+    receives = bool(own) and own[0][1] > 0
+    sends = bool(own and later) and own[-1][0] == later[0][0]
+    return torch.tensor([receives, sends, max(len(own) - 1, 0)], dtype=torch.int64, device="cpu")

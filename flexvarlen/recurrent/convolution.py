@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flexvarlen.layout.boundaries import HAS_TRITON
-from flexvarlen.recurrent.documents import WIDEST_CONVOLUTION, RecurrentDocuments
+from flexvarlen.recurrent.documents import REACH, WIDEST_CONVOLUTION, RecurrentDocuments
+from flexvarlen.recurrent.neighbours import prepend_tokens
 
 
 def causal_convolution(
@@ -30,7 +31,25 @@ def causal_convolution(
         `[T, C]` in the dtype of x.
 
     Forward and backward are deterministic, except in plain torch on a GPU. No sync; traces.
+
+    Raises:
+        NotImplementedError: the documents lie on several ranks, and W is more than 4.
     """
+    narrow = weight.shape[1] <= WIDEST_CONVOLUTION
+    if documents.hops is not None:
+        if not narrow:
+            raise NotImplementedError(
+                f"a convolution over ranks must have a width of at most {WIDEST_CONVOLUTION}, got "
+                f"{weight.shape[1]}; give each rank rows of its own."
+            )
+        x_TC = prepend_tokens(x_TC, documents.hops, documents.group)
+        return _convolution(x_TC, weight, bias, silu, documents)[REACH:]
+    return _convolution(x_TC, weight, bias, silu, documents)
+
+
+def _convolution(
+    x_TC: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, documents: RecurrentDocuments
+) -> Tensor:
     narrow = weight.shape[1] <= WIDEST_CONVOLUTION
     if x_TC.is_cuda and HAS_TRITON and narrow and x_TC.dtype != torch.float64:
         starts, codes = documents.next_tokens or (None, None)

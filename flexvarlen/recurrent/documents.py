@@ -19,6 +19,8 @@ CHUNK = 64
 """Tokens of a chunk of fla's kernels."""
 WIDEST_CONVOLUTION = 4
 """The width up to which the next tokens of trees are listed, which all verified families have."""
+REACH = WIDEST_CONVOLUTION - 1
+"""Tokens of the rank before that a convolution may read."""
 
 
 class Branches(NamedTuple):
@@ -58,7 +60,10 @@ class RecurrentDocuments:
     Attributes:
         layout: the documents.
         branches: of trees; None of plain documents.
+        hops: `RowShard.hops`, if a document of the row lies on several ranks; else None.
+        group: the name of the ranks' group, of a shard.
         previous: int32 `[T]`, the token before each in its document, or on its path; -1 if none.
+            With hops `[REACH + T]`, of the last tokens of the rank before too.
         next_tokens: of trees `_next_tokens`; None of plain documents, where each follows its own.
         seq_idx: int32 `[1, T]`, the slot of each token; None of trees.
         padding: bool `[T]`, True at padding; None where the host knows that there is none.
@@ -71,12 +76,17 @@ class RecurrentDocuments:
     No sync; traces.
     """
 
-    def __init__(self, layout: PackedLayout, *, for_any_row: bool = False) -> None:
+    def __init__(self, layout: PackedLayout, *, group: str = "", for_any_row: bool = False) -> None:
         """Compute what layers share.
 
         Args:
+            layout: the documents; or a rank's contiguous shard of them.
+            group: the name of the ranks' group, of a shard.
             for_any_row: whether a graph that runs for other documents too reads it, even if it is
                 not made inside of one (layers that are compiled one by one).
+
+        Raises:
+            ValueError: a convolution may need tokens of more than one rank before.
         """
         self.layout, self.for_any_row = layout, for_any_row
         for_any_row = for_any_row or torch.compiler.is_compiling()
@@ -88,6 +98,11 @@ class RecurrentDocuments:
         slots = slots_of(starts, tokens)
         first = -1 if segments is None else segments.by_level.table[2][slots]
         self.previous = torch.where(tokens == starts[slots], first, tokens - 1)
+        shard = layout.shard
+        self.hops, self.group = None, group
+        if shard is not None and shard.exchange is not None and shard.hops is not None:
+            self.hops = shard.hops
+            self.previous = _with_tokens_before(self.previous, shard.starts[0])
         self.seq_idx = slots[None] if segments is None else None
         self.branches = None if segments is None else Branches.of(segments, total_tokens)
         has_branches = segments is not None and total_tokens > 0
@@ -104,7 +119,7 @@ class RecurrentDocuments:
         moved = self.layout.to(torch.device(device), non_blocking=non_blocking)
         if moved is self.layout:
             return self
-        return RecurrentDocuments(moved, for_any_row=self.for_any_row)
+        return RecurrentDocuments(moved, group=self.group, for_any_row=self.for_any_row)
 
     def zero_padding(self, x: Tensor) -> Tensor:
         """x `[1, T, ...]` with zeros at padding, in the output and in the gradient."""
@@ -123,6 +138,23 @@ class RecurrentDocuments:
         if self.branches is None:
             return x
         return _permuted(x, self.branches.to_row, self.branches.to_levels)
+
+
+def _with_tokens_before(previous: Tensor, position: Tensor) -> Tensor:
+    """`previous` of a rank's T tokens, `[REACH + T]`, behind the last tokens of the rank before.
+
+    Args:
+        position: of the rank's first token in its document.
+    """
+    if len(previous) < REACH:
+        raise ValueError(
+            f"each rank must have at least the {REACH} tokens that a convolution reaches back, got "
+            f"{len(previous)}; pack longer rows, or use fewer ranks."
+        )
+    tokens = torch.arange(REACH + 1, device=previous.device, dtype=torch.int32)
+    firsts = torch.where(REACH + 1 - tokens <= position, tokens - 1, -1)
+    others = torch.where(previous[1:] < 0, -1, previous[1:] + REACH)
+    return torch.cat([firsts, others])
 
 
 def _permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -169,12 +201,12 @@ def _next_tokens(starts: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
         Where each token's part of the list starts, int32 `[T + 1]`, and the list, int32 `[9 N]`:
         4 times the token that reads it, plus their distance on the path. Its end is unused.
     """
-    total_tokens, reach = previous.shape[0], WIDEST_CONVOLUTION - 1
-    ahead = torch.arange(reach, device=starts.device, dtype=torch.int32)
+    total_tokens = previous.shape[0]
+    ahead = torch.arange(REACH, device=starts.device, dtype=torch.int32)
     tokens = starts[:-1, None] + ahead
     real = tokens < starts[1:, None]
     keys, index = [], torch.where(real, tokens, -1)
-    for distance in range(1, reach + 1):
+    for distance in range(1, REACH + 1):
         index = previous[index.clamp(min=0)]  # -1 where there is none, as before token 0
         listed = (index >= 0) & (tokens - index != distance)
         keys.append(torch.where(listed, index, total_tokens))

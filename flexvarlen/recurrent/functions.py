@@ -15,7 +15,6 @@ import inspect
 import warnings
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,8 @@ from flexvarlen.recurrent import fla_kernels
 from flexvarlen.recurrent.convolution import causal_convolution
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels.check import OPERATORS, why_wrong
-from flexvarlen.recurrent.fla_kernels.states import Boundaries
+from flexvarlen.recurrent.fla_kernels.levels import Boundaries
+from flexvarlen.recurrent.neighbours import Hops, receive_state, send_state
 
 
 class TransformersFunction(NamedTuple):
@@ -138,7 +138,8 @@ def gated_delta_rule(
             given |= {"initial_state": state, "output_final_state": keep}
             return original.plain_torch(q, k, v, **given)
 
-        out = _loop_over_documents(run, documents, rows, rows[2], why=why)
+        state = (1, value.shape[2], query.shape[3], value.shape[3])
+        out = _loop_over_documents(run, documents, rows, rows[2], state, why=why)
     return documents.zero_padding(out).view(shape), None
 
 
@@ -183,7 +184,8 @@ def mamba2_scan(
     x, dt, B, C = (y.reshape(1, -1, *y.shape[2:]) for y in (hidden_states, dt, B, C))
     fixed: dict[str, Any] = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias}
     fixed |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    serves = documents.seq_idx is not None and x.is_cuda and x.dtype != torch.float64
+    starts_empty = documents.seq_idx is not None and documents.hops is None
+    serves = starts_empty and x.is_cuda and x.dtype != torch.float64
     if original.kernel is not None and serves:
         out = original.kernel(x, dt, A, B, C, **fixed, seq_idx=documents.seq_idx)
     elif (
@@ -202,7 +204,8 @@ def mamba2_scan(
             found = original.plain_torch(x, dt, A, B, C, **given)
             return found if keep else (found, None)
 
-        out = _loop_over_documents(run, documents, [x, dt, B, C], x, why=why)
+        state = (1, *x.shape[2:], B.shape[3])
+        out = _loop_over_documents(run, documents, [x, dt, B, C], x, state, why=why)
     return documents.zero_padding(out).view(hidden_states.shape)
 
 
@@ -223,30 +226,46 @@ _Scan = Callable[..., tuple[Tensor, Tensor | None]]
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _loop_over_documents(
-    run: _Scan, documents: RecurrentDocuments, rows: list[Tensor], like: Tensor, *, why: str
+    run: _Scan,
+    documents: RecurrentDocuments,
+    rows: list[Tensor],
+    like: Tensor,
+    state_shape: tuple[int, ...],
+    *,
+    why: str,
 ) -> Tensor:
     """Call `run` with each document's part `[1, length, ...]` of the rows; zeros at padding.
 
-    A segment of a tree starts from the final state of its parent. Syncs for trees, and where only
-    the device knows the documents. Warns once of the cost, and says why.
+    A segment of a tree starts from the final state of its parent, and a document that comes from
+    the rank before from the state there, after all others. Syncs for trees, and where only the
+    device knows the documents. Warns once of the cost, and says why.
     """
     _warn_of_loop(why)
-    layout, branches = documents.layout, documents.branches
+    layout, branches, hops = documents.layout, documents.branches, Hops.of(documents.hops)
     host = None if branches else layout.cu_seqlens_host
     ends: list[int] = (documents.cu_seqlens[:-2] if host is None else host).tolist()
     parents: list[int] = branches.parents.tolist() if branches else []
-    with_children = set(parents)
-    states: list[Tensor | None] = []
-    outs = [like.new_zeros(1, 0, *like.shape[2:])]
-    for slot, (start, end) in enumerate(pairwise(ends)):
+    with_children, dtype = set(parents), torch.promote_types(like.dtype, torch.float32)
+    states: dict[int, Tensor | None] = {}
+    outs: dict[int, Tensor] = {}
+    for slot in (*range(hops.receives, len(ends) - 1), *range(hops.receives)):
+        start, end = ends[slot : slot + 2]
         state = states[parents[slot]] if parents and parents[slot] >= 0 else None
+        if slot < hops.receives:
+            state = receive_state(state_shape, dtype, documents.group, rows)
         if end > start:
+            goes_on = bool(hops.sends) and slot == hops.last
             row = (x[:, start:end] for x in rows)
-            out, state = run(state, slot in with_children, *row)
-            outs.append(out.to(like.dtype))
-        states.append(state)
-    outs.append(like.new_zeros(1, layout.total_tokens - ends[-1], *like.shape[2:]))
-    return torch.cat(outs, dim=1)
+            out, state = run(state, goes_on or slot in with_children, *row)
+            if goes_on and state is not None:
+                out = send_state(out, state.to(dtype), documents.group)
+            outs[slot] = out.to(like.dtype)
+        states[slot] = state
+    if not outs and layout.total_tokens:  # padding alone: DDP waits for every gradient
+        outs[0] = run(None, False, *(x[:, :1] for x in rows))[0].to(like.dtype)
+    in_row = [outs[slot] for slot in sorted(outs)]
+    padding = layout.total_tokens - sum(out.shape[1] for out in in_row)
+    return torch.cat([*in_row, like.new_zeros(1, padding, *like.shape[2:])], dim=1)
 
 
 @cache

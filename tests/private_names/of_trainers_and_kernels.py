@@ -154,10 +154,10 @@ FLA = (
         takes=f"chunk_size reverse scale {_BOUNDARIES}",
     ),
     Name("fla.ops.utils.constant.RCP_LN2", _SCAN),
+    Name("fla.ops.utils.index.prepare_chunk_offsets", "recurrent/fla_kernels/levels.py"),
     *(
         Name(f"fla.{name}", "recurrent/fla_kernels/states.py")
         for name in (
-            "ops.utils.index.prepare_chunk_offsets",
             "ops.common.chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
             "ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64",
             "ops.common.chunk_h.chunk_fwd_kernel_h",

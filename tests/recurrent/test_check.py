@@ -13,7 +13,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels import check
 from flexvarlen.recurrent.fla_kernels.check import Scan
-from flexvarlen.recurrent.fla_kernels.states import Boundaries
+from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 from flexvarlen.recurrent.functions import TransformersFunction, mamba2_scan
 from tests.recurrent.cases import CASES
 
@@ -36,7 +36,8 @@ def in_plain_torch(kind, factor=1.0):
     run = CASES[SCANS[kind][2]]()[0]
 
     def operator(*given):
-        *inputs, _, _, parents, _ = given
+        count = len(Boundaries._fields)
+        inputs, parents = given[:-count], Boundaries(*given[-count:]).parents
         sizes = {} if parents is None else {"parents": check.PARENTS}
         make = PackedLayout.from_lengths if parents is None else PackedLayout.from_tree
         documents = RecurrentDocuments(make(check.LENGTHS, **sizes))

@@ -9,7 +9,7 @@ from flexvarlen.recurrent import fla_kernels
 from flexvarlen.recurrent.convolution import _operator as causal_convolution
 from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan
 from flexvarlen.recurrent.fla_kernels.delta_rules import gated_delta_rule, kimi_delta_rule
-from flexvarlen.recurrent.fla_kernels.states import Boundaries
+from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 from tests.recurrent.cases import CASES, LENGTHS, TREE, T, branches, documents, randn
 from tests.trees import Tree
 

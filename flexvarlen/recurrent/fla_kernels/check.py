@@ -29,7 +29,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan
 from flexvarlen.recurrent.fla_kernels.delta_rules import gated_delta_rule, kimi_delta_rule
-from flexvarlen.recurrent.fla_kernels.states import Boundaries
+from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 
 OPERATORS: dict[str, Callable[..., list[Tensor]]] = {
     "gated delta rule": gated_delta_rule,
@@ -53,7 +53,8 @@ class Scan(NamedTuple):
         heads: of queries and keys, and of values.
         head_dims: of queries and keys, and of values.
         dtype: of all but the decay.
-        trees: whether segments start from the states of others.
+        trees: whether segments start from the states of others, as documents do from those of
+            other ranks.
     """
 
     kind: str
@@ -67,7 +68,7 @@ class Scan(NamedTuple):
         """That of a call."""
         # index() specializes sizes that are dynamic to Dynamo, and adds a guard.
         heads, dims = ((index(q.shape[i]), index(v.shape[i])) for i in (2, 3))
-        return cls(kind, heads, dims, v.dtype, boundaries.parents is not None)
+        return cls(kind, heads, dims, v.dtype, boundaries.pass_states)
 
     def __str__(self) -> str:
         """As `doctor` shows it."""

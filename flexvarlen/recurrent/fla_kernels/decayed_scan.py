@@ -13,11 +13,8 @@ from torch import Tensor
 from flexvarlen.recurrent.documents import CHUNK
 from flexvarlen.recurrent.fla_kernels.arguments import like
 from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
-from flexvarlen.recurrent.fla_kernels.states import (
-    Boundaries,
-    decayed_state_gradients,
-    decayed_states,
-)
+from flexvarlen.recurrent.fla_kernels.levels import Boundaries
+from flexvarlen.recurrent.fla_kernels.states import decayed_state_gradients, decayed_states
 
 
 @torch.library.custom_op("flexvarlen::decayed_scan", mutates_args=())
@@ -30,6 +27,8 @@ def decayed_scan(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
+    hops: Tensor | None,
+    group: str,
 ) -> list[Tensor]:
     """`state = exp(g) * state + k v`, `output = q state`, from zeros or the state of the parent.
 
@@ -37,7 +36,7 @@ def decayed_scan(
         q, k: `[1, T, G, K]`, each for H / G heads one after another.
         v: `[1, T, H, V]`.
         g: log of the decay, fp32 `[1, T, H]`.
-        cu_seqlens, chunk_indices, parents, levels: `Boundaries`.
+        cu_seqlens, chunk_indices, parents, levels, hops, group: `Boundaries`.
 
     Returns:
         The output `[1, T, H, V]`, then what the backward needs.
@@ -46,7 +45,7 @@ def decayed_scan(
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels)
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
     q, k = (_expanded(x, v.shape[2]) for x in (q, k))
     v, g, others = v.contiguous(), g.contiguous(), boundaries.kwargs()
     g_sum = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **others)
@@ -66,12 +65,14 @@ def _decayed_scan_backward(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
+    hops: Tensor | None,
+    group: str,
 ) -> list[Tensor]:
     from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv
     from fla.ops.utils import chunk_local_cumsum
 
     avoid_wrong_kernel()
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels)
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
     q_all, k_all = (_expanded(x, v.shape[2]) for x in (q, k))
     v, do, others = v.contiguous(), grad.contiguous(), boundaries.kwargs()
     h = decayed_states(k_all, v, g_sum, boundaries, torch.float32)
@@ -102,14 +103,14 @@ def _(*inputs: Any) -> list[Tensor]:
 
 
 def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, k, v, _, *boundaries = inputs
+    q, k, v, _, *boundaries, ctx.group = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, output[1], *boundaries)
 
 
 def _scan_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    dq, dk, dv, dg = _decayed_scan_backward(grads[0], *ctx.saved_tensors)
-    return dq, dk, dv, dg, None, None, None, None
+    found = _decayed_scan_backward(grads[0], *ctx.saved_tensors, ctx.group)
+    return *found, *[None] * len(Boundaries._fields)
 
 
 decayed_scan.register_autograd(_scan_gradients, setup_context=_keep_scan)

@@ -15,11 +15,8 @@ from torch import Tensor
 from flexvarlen.recurrent.documents import CHUNK
 from flexvarlen.recurrent.fla_kernels.arguments import like
 from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
-from flexvarlen.recurrent.fla_kernels.states import (
-    Boundaries,
-    delta_state_gradients,
-    delta_states,
-)
+from flexvarlen.recurrent.fla_kernels.levels import Boundaries
+from flexvarlen.recurrent.fla_kernels.states import delta_state_gradients, delta_states
 
 # ---- the gated delta rule ----
 
@@ -35,13 +32,15 @@ def gated_delta_rule(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
+    hops: Tensor | None,
+    group: str,
 ) -> list[Tensor]:
     """The gated delta rule over documents or trees, with L2-normalized queries and keys.
 
     Args:
         g: log of the decay, fp32 `[1, T, HV]`.
         beta: `[1, T, HV]`.
-        cu_seqlens, chunk_indices, parents, levels: `Boundaries`.
+        cu_seqlens, chunk_indices, parents, levels, hops, group: `Boundaries`.
 
     Returns:
         The output `[1, T, HV, V]`, then what the backward needs.
@@ -49,7 +48,7 @@ def gated_delta_rule(
     from fla.ops.common.chunk_o import chunk_fwd_o
     from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels)
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     units = _normalized(q, k)
     g_sum = _sums_of_chunks(g, boundaries)
@@ -70,12 +69,14 @@ def _gated_delta_rule_backward(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
+    hops: Tensor | None,
+    group: str,
 ) -> list[Tensor]:
     from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local
     from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 
     avoid_wrong_kernel()
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels)
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
     g_sum, inverse, *units = kept
     q, k, scale = units[0], units[2], units[0].shape[-1] ** -0.5
     v, beta, do = (x.contiguous() for x in (v, beta, grad))
@@ -106,12 +107,14 @@ def kimi_delta_rule(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
+    hops: Tensor | None,
+    group: str,
 ) -> list[Tensor]:
     """As `gated_delta_rule`, with g fp32 `[1, T, H, K]` and HV = H."""
     from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
     from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels)
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     units, scale = _normalized(q, k), q.shape[-1] ** -0.5
     g_sum = _sums_of_chunks(g, boundaries)
@@ -134,12 +137,14 @@ def _kimi_delta_rule_backward(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
+    hops: Tensor | None,
+    group: str,
 ) -> list[Tensor]:
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
     from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
     from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels)
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
     g_sum, scores, inverse, *units = kept
     q, k, scale = units[0], units[2], units[0].shape[-1] ** -0.5
     v, beta, do = (x.contiguous() for x in (v, beta, grad))
@@ -208,7 +213,7 @@ def _fake_backward(*inputs: Any) -> list[Tensor]:
 
 
 def _keep_delta_rule(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, _, v, _, beta, *boundaries = inputs
+    _, _, v, _, beta, *boundaries, ctx.group = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(v, beta, *boundaries, *output[1:])
 
@@ -218,9 +223,9 @@ def _complete(operator: Any, backward: Any, squares: int) -> None:
 
     def gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
         v, beta, *others = ctx.saved_tensors
-        boundaries, kept = others[:4], others[4:]
-        found = backward(grads[0], v, beta, kept, *boundaries)
-        return *found, None, None, None, None
+        boundaries, kept = others[:5], others[5:]
+        found = backward(grads[0], v, beta, kept, *boundaries, ctx.group)
+        return *found, *[None] * len(Boundaries._fields)
 
     operator.register_autograd(gradients, setup_context=_keep_delta_rule)
     operator.register_fake(partial(_fake_forward, squares))

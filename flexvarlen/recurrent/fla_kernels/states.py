@@ -1,9 +1,7 @@
-"""The steps of fla's scans that pass a state from chunk to chunk, over documents and trees.
+"""The steps of fla's scans that pass a state from chunk to chunk.
 
-A segment starts from the final state of its parent. So these steps are launched once for each level
-of a tree, all segments of a level together; backward from the deepest level on, where the gradient
-of a state is the sum over the segments that start from it, in their order. fla's other steps treat
-each chunk alone, and run for all levels at once.
+They are launched for some of the slots at a time, as `levels.py` says. fla's other steps treat each
+chunk alone, and run for all slots at once.
 
 Shapes: T = total_tokens; M chunks; H, HV = heads of queries and keys, and of values; K, V = their
 head_dim; q, k `[1, T, H, K]`, w `[1, T, HV, K]`, u, do, dv `[1, T, HV, V]`; states `[M, HV, K, V]`.
@@ -12,131 +10,18 @@ head_dim; q, k `[1, T, H, K]`, w `[1, T, HV, K]`, u, do, dv `[1, T, HV, V]`; sta
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexvarlen.recurrent.documents import CHUNK, RecurrentDocuments
-
-
-class Boundaries(NamedTuple):
-    """What operators take of `RecurrentDocuments`; the last two are None of plain documents."""
-
-    cu_seqlens: Tensor
-    chunk_indices: Tensor
-    parents: Tensor | None
-    levels: Tensor | None
-
-    @classmethod
-    def of(cls, documents: RecurrentDocuments) -> Boundaries:
-        """Those of a row's documents."""
-        branches = documents.branches
-        of_trees = (None, None) if branches is None else (branches.parents, branches.levels)
-        return cls(documents.cu_seqlens, documents.chunk_indices, *of_trees)
-
-    def kwargs(self) -> dict[str, Tensor]:
-        """By fla's names."""
-        return {"cu_seqlens": self.cu_seqlens, "chunk_indices": self.chunk_indices}
-
-
-class Level(NamedTuple):
-    """Slots that a kernel runs for in one launch: those of one level, or all plain documents.
-
-    Attributes:
-        cu_seqlens, chunk_offsets: `[n + 1]`, into the tokens and the chunks of the row.
-        parents: int64 `[n]`, the slots of the level above that they start from; None of roots.
-    """
-
-    cu_seqlens: Tensor
-    chunk_offsets: Tensor
-    parents: Tensor | None = None
-
-    @property
-    def slots(self) -> int:
-        """n."""
-        return len(self.cu_seqlens) - 1
-
-
-Run = Callable[[Level, Tensor | None, Tensor | None], None]
-"""Launches a kernel for a level. It reads states, or their gradients, and writes the next; fp32
-`[n, HV, K, V]`, None of plain documents."""
-
-
-def _levels(boundaries: Boundaries) -> tuple[list[Level], Level]:
-    """The levels from the roots on, none of plain documents; and all other slots.
-
-    Raises:
-        NotImplementedError: a CUDA graph of trees is captured.
-    """
-    from fla.ops.utils.index import prepare_chunk_offsets
-
-    cu_seqlens, _, parents, levels = boundaries
-    chunks = prepare_chunk_offsets(cu_seqlens, CHUNK)
-    if parents is None or levels is None:
-        return [], Level(cu_seqlens, chunks)
-    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            "recurrent layers run trees level by level, and a CUDA graph would repeat the levels "
-            "of these for other trees; capture none, and compile without mode='reduce-overhead'."
-        )
-    bounds: list[int] = levels.tolist()
-    last, above, found = bounds[-1], 0, []
-    for start, end in pairwise(bounds[: bounds.index(last) + 1]):
-        of_level = parents[start:end].long() - above if start else None
-        found.append(Level(cu_seqlens[start : end + 1], chunks[start : end + 1], of_level))
-        above = start
-    return found, Level(cu_seqlens[last:], chunks[last:])
-
-
-def _from_roots(boundaries: Boundaries, like: Tensor, run: Run) -> None:
-    """Run a kernel that reads the initial states of a level, and writes the final ones."""
-    levels, others = _levels(boundaries)
-    final = like.new_empty(0)
-    for level in levels:
-        initial = _zeros(level, like) if level.parents is None else final[level.parents]
-        final = torch.empty_like(initial)
-        run(level, initial, final)
-    _run_others(boundaries, others, like, run)
-
-
-def _from_leaves(boundaries: Boundaries, like: Tensor, run: Run) -> None:
-    """Run a kernel that reads gradients of the final states, and writes those of the initial."""
-    levels, others = _levels(boundaries)
-    grads, parents = like.new_empty(0), None
-    for level in reversed(levels):
-        final = _zeros(level, like) if parents is None else _summed(grads, parents, level.slots)
-        grads, parents = torch.empty_like(final), level.parents
-        run(level, final, grads)
-    _run_others(boundaries, others, like, run)
-
-
-def _run_others(boundaries: Boundaries, others: Level, like: Tensor, run: Run) -> None:
-    """Run a kernel for plain documents, or for spare slots and padding beside trees.
-
-    The latter come last, as Triton tunes a kernel at its first launch, and most of them are empty.
-    They get states as all levels do, as Triton would tune the kernel once more without.
-    """
-    if boundaries.parents is None:
-        run(others, None, None)
-    else:
-        zeros = _zeros(others, like)
-        run(others, zeros, torch.empty_like(zeros))
-
-
-def _zeros(level: Level, like: Tensor) -> Tensor:
-    return like.new_zeros(level.slots, *like.shape[2:], dtype=torch.float32)
-
-
-def _summed(grads: Tensor, parents: Tensor, slots: int) -> Tensor:
-    """Gradients of the final states of `slots` slots, from those of the states of their children.
-
-    The children of a segment follow one another, so each sum runs in their order.
-    """
-    offsets = torch.searchsorted(parents, torch.arange(slots + 1, device=grads.device))
-    return torch.segment_reduce(grads, "sum", offsets=offsets, axis=0, initial=0)
-
+from flexvarlen.recurrent.documents import CHUNK
+from flexvarlen.recurrent.fla_kernels.levels import (
+    Boundaries,
+    Level,
+    from_leaves,
+    from_roots,
+)
 
 # ---- delta rules ----
 
@@ -160,7 +45,7 @@ def delta_states(
     def run(level: Level, initial: Tensor | None, final: Tensor | None) -> None:
         kernel[_grid(level, shapes)](**tensors, h0=initial, ht=final, **_constants(level, shapes))
 
-    _from_roots(boundaries, h, run)
+    from_roots(boundaries, h, run)
     return h, v_new
 
 
@@ -198,7 +83,7 @@ def delta_state_gradients(
             **_constants(level, shapes),
         )
 
-    _from_leaves(boundaries, dh, run)
+    from_leaves(boundaries, dh, run)
     return dh, dv_new
 
 
@@ -221,7 +106,7 @@ def decayed_states(
             **tensors, h0=initial, ht=final, **constants
         )
 
-    _from_roots(boundaries, h, run)
+    from_roots(boundaries, h, run)
     return h
 
 
@@ -241,7 +126,7 @@ def decayed_state_gradients(
             **tensors, dht=final, dh0=initial, scale=1.0, **constants
         )
 
-    _from_leaves(boundaries, dh, run)
+    from_leaves(boundaries, dh, run)
     return dh
 
 

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
 import pytest
 import torch
 from hypothesis import given
-from torch.nn.functional import pad
 
 from flexvarlen.recurrent.documents import CHUNK
-from flexvarlen.recurrent.fla_kernels import states
-from flexvarlen.recurrent.fla_kernels.states import Boundaries
-from tests.recurrent.cases import branches
+from flexvarlen.recurrent.fla_kernels import levels
+from flexvarlen.recurrent.fla_kernels.levels import Boundaries
+from tests.recurrent.cases import branches, chunk_offsets, stand_in_for_fla
 from tests.trees import Tree, trees
-
-
-def chunk_offsets(cu_seqlens, size):
-    return pad(((cu_seqlens.diff() + size - 1) // size).cumsum(0), (1, 0))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def fla_without_kernels():
-    index = ModuleType("fla.ops.utils.index")
-    index.prepare_chunk_offsets = chunk_offsets
-    names = ("fla", "fla.ops", "fla.ops.utils")
     with pytest.MonkeyPatch.context() as patch:
-        for module in (*map(ModuleType, names), index):
-            patch.setitem(sys.modules, module.__name__, module)
+        stand_in_for_fla(patch)
         yield
 
 
 def by_slot(walk, docs):
     """What a kernel that adds a slot's number of tokens to a state writes for each slot."""
-    boundaries, levels, written = Boundaries.of(docs), [], []
+    boundaries, launched, written = Boundaries.of(docs), [], []
 
     def run(level, read, out):
         sizes = level.cu_seqlens.diff()
@@ -42,12 +30,12 @@ def by_slot(walk, docs):
         assert set(level.chunk_offsets.tolist()) <= set(chunks.tolist())
         assert torch.equal(level.chunk_offsets.diff(), -(-sizes // CHUNK))
         torch.add(read, sizes.view(-1, 1, 1, 1), out=out)
-        levels.append(level)
+        launched.append(level)
         written.append(out.flatten())
 
     walk(boundaries, torch.zeros(1, len(docs.chunk_indices), 1, 1, 1), run)
-    assert int(levels[-1].cu_seqlens[0]) == sum(docs.layout.segments.lengths)  # spare slots
-    ordered = written[:-1] if walk is states._from_roots else written[-2::-1]
+    assert int(launched[-1].cu_seqlens[0]) == sum(docs.layout.segments.lengths)  # spare slots
+    ordered = written[:-1] if walk is levels.from_roots else written[-2::-1]
     return torch.cat([*ordered, written[-1]]).tolist()
 
 
@@ -56,7 +44,7 @@ def test_a_state_of_another_segment(tree):
     """A final state adds up what is above a segment, its gradient what is below it."""
     docs = branches(tree)
     index = docs.layout.segments.by_level.table[3].tolist()
-    final, grads = (by_slot(walk, docs) for walk in (states._from_roots, states._from_leaves))
+    final, grads = (by_slot(walk, docs) for walk in (levels.from_roots, levels.from_leaves))
     below = list(tree.lengths)
     for segment in reversed(range(len(below))):
         if tree.parents[segment] >= 0:
@@ -72,4 +60,4 @@ def test_a_cuda_graph_of_one_tree(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(NotImplementedError, match="CUDA graph"):
-        states._levels(boundaries)
+        levels.from_roots(boundaries, torch.zeros(1), None)

@@ -1,0 +1,201 @@
+"""In which order the slots of a row run, where a state passes from one to another.
+
+A segment of a tree starts from the final state of its parent. So the steps that pass states are
+launched once for each level of a tree, all segments of a level together; backward from the deepest
+level on, where the gradient of a state is the sum over the segments that start from it, in their
+order.
+
+Of a row over several ranks, the first document of a rank may start from the final state of the rank
+before, and its last one may go on at the next. What waits for no rank runs first.
+
+Shapes: HV = heads of values; K, V = head_dim of keys and of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexvarlen.recurrent.documents import CHUNK, RecurrentDocuments
+from flexvarlen.recurrent.neighbours import Hops, receive, send
+
+
+class Boundaries(NamedTuple):
+    """What operators take of `RecurrentDocuments`.
+
+    Attributes:
+        parents, levels: of trees; None of plain documents.
+        hops, group: of `RecurrentDocuments`, where documents go on from rank to rank.
+    """
+
+    cu_seqlens: Tensor
+    chunk_indices: Tensor
+    parents: Tensor | None = None
+    levels: Tensor | None = None
+    hops: Tensor | None = None
+    group: str = ""
+
+    @classmethod
+    def of(cls, documents: RecurrentDocuments) -> Boundaries:
+        """Those of a row's documents."""
+        branches = documents.branches
+        parents, levels = (None, None) if branches is None else (branches.parents, branches.levels)
+        of_row = documents.cu_seqlens, documents.chunk_indices
+        return cls(*of_row, parents, levels, documents.hops, documents.group)
+
+    @property
+    def pass_states(self) -> bool:
+        """Whether a slot starts from the state of another, or of another rank."""
+        return self.parents is not None or self.hops is not None
+
+    def kwargs(self) -> dict[str, Tensor]:
+        """By fla's names."""
+        return {"cu_seqlens": self.cu_seqlens, "chunk_indices": self.chunk_indices}
+
+
+class Level(NamedTuple):
+    """Slots that a kernel runs for in one launch: those of one level, or all plain documents.
+
+    Attributes:
+        cu_seqlens, chunk_offsets: `[n + 1]`, into the tokens and the chunks of the row.
+        parents: int64 `[n]`, the slots of the level above that they start from; None of roots.
+    """
+
+    cu_seqlens: Tensor
+    chunk_offsets: Tensor
+    parents: Tensor | None = None
+
+    @property
+    def slots(self) -> int:
+        """n."""
+        return len(self.cu_seqlens) - 1
+
+
+Run = Callable[[Level, Tensor | None, Tensor | None], None]
+"""Launches a kernel for a level. It reads states, or their gradients, and writes the next; fp32
+`[n, HV, K, V]`, None of plain documents."""
+
+
+def _levels(boundaries: Boundaries) -> tuple[list[Level], Level]:
+    """The levels from the roots on, none of plain documents; and all other slots."""
+    parents, levels = boundaries.parents, boundaries.levels
+    every = _every_slot(boundaries)
+    if parents is None or levels is None:
+        return [], every
+    cu_seqlens, chunks, _ = every
+    bounds: list[int] = levels.tolist()
+    last, above, found = bounds[-1], 0, []
+    for start, end in pairwise(bounds[: bounds.index(last) + 1]):
+        of_level = parents[start:end].long() - above if start else None
+        found.append(Level(cu_seqlens[start : end + 1], chunks[start : end + 1], of_level))
+        above = start
+    return found, Level(cu_seqlens[last:], chunks[last:])
+
+
+def _every_slot(boundaries: Boundaries) -> Level:
+    """All slots of a row.
+
+    Raises:
+        NotImplementedError: a CUDA graph is captured, where states pass from slot to slot.
+    """
+    from fla.ops.utils.index import prepare_chunk_offsets
+
+    cu_seqlens = boundaries.cu_seqlens
+    if boundaries.pass_states and cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "recurrent layers run trees level by level, and rows over ranks one rank after "
+            "another, and a CUDA graph would repeat those of this row for other rows; capture "
+            "none, and compile without mode='reduce-overhead'."
+        )
+    return Level(cu_seqlens, prepare_chunk_offsets(cu_seqlens, CHUNK))
+
+
+def from_roots(boundaries: Boundaries, like: Tensor, run: Run) -> None:
+    """Run a kernel that reads the initial states of a level, and writes the final ones."""
+    if boundaries.hops is not None:
+        _along_ranks(boundaries, like, run)
+        return
+    levels, others = _levels(boundaries)
+    final = like.new_empty(0)
+    for level in levels:
+        initial = _zeros(level, like) if level.parents is None else final[level.parents]
+        final = torch.empty_like(initial)
+        run(level, initial, final)
+    _run_others(boundaries, others, like, run)
+
+
+def from_leaves(boundaries: Boundaries, like: Tensor, run: Run) -> None:
+    """Run a kernel that reads gradients of the final states, and writes those of the initial."""
+    if boundaries.hops is not None:
+        _along_ranks(boundaries, like, run, back=True)
+        return
+    levels, others = _levels(boundaries)
+    grads, parents = like.new_empty(0), None
+    for level in reversed(levels):
+        final = _zeros(level, like) if parents is None else _summed(grads, parents, level.slots)
+        grads, parents = torch.empty_like(final), level.parents
+        run(level, final, grads)
+    _run_others(boundaries, others, like, run)
+
+
+def _run_others(boundaries: Boundaries, others: Level, like: Tensor, run: Run) -> None:
+    """Run a kernel for plain documents, or for spare slots and padding beside trees.
+
+    The latter come last, as Triton tunes a kernel at its first launch, and most of them are empty.
+    They get states as all levels do, as Triton would tune the kernel once more without.
+    """
+    if boundaries.parents is None:
+        run(others, None, None)
+    else:
+        zeros = _zeros(others, like)
+        run(others, zeros, torch.empty_like(zeros))
+
+
+def _along_ranks(boundaries: Boundaries, like: Tensor, run: Run, *, back: bool = False) -> None:
+    """Run a kernel for the slots that wait for no rank, then for those that do.
+
+    Forward the first slot waits for the rank before, whose state it starts from. Backward the last
+    document waits for the next rank; spare slots and padding run beside it.
+
+    Args:
+        back: whether gradients pass, from rank to rank in the other direction.
+    """
+    every, hops = _every_slot(boundaries), Hops.of(boundaries.hops)
+    if back:
+        step, first_waiting, leaving = -1, hops.last if hops.sends else every.slots, 0
+        ready, waiting = range(first_waiting), range(first_waiting, every.slots)
+    else:
+        step, leaving = 1, hops.last
+        ready, waiting = range(hops.receives, every.slots), range(hops.receives)
+    works = []
+    for slots in (ready, waiting):
+        if not slots:
+            continue
+        bounds = slice(slots.start, slots.stop + 1)
+        level = Level(every.cu_seqlens[bounds], every.chunk_offsets[bounds])
+        given = _zeros(level, like)
+        if slots is waiting:
+            receive(given[0], -step, boundaries.group).wait()
+        found = torch.empty_like(given)
+        run(level, given, found)
+        if leaving in slots and (hops.receives if back else hops.sends):
+            works.append(send(found[leaving - slots.start], step, boundaries.group))
+    for work in works:
+        work.wait()
+
+
+def _zeros(level: Level, like: Tensor) -> Tensor:
+    return like.new_zeros(level.slots, *like.shape[2:], dtype=torch.float32)
+
+
+def _summed(grads: Tensor, parents: Tensor, slots: int) -> Tensor:
+    """Gradients of the final states of `slots` slots, from those of the states of their children.
+
+    The children of a segment follow one another, so each sum runs in their order.
+    """
+    offsets = torch.searchsorted(parents, torch.arange(slots + 1, device=grads.device))
+    return torch.segment_reduce(grads, "sum", offsets=offsets, axis=0, initial=0)

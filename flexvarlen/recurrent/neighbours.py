@@ -1,0 +1,179 @@
+"""What passes between neighbouring ranks, where a document goes on from one to the next.
+
+Each rank holds the next T tokens of a row. The convolution needs the last tokens of the rank
+before, and the scan its final state; their gradients go back. Only ranks between which a document
+goes on talk to one another, and both ends in the same order.
+
+Shapes: T = tokens of a rank, C channels.
+
+Imports: torch. Never transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from flexvarlen.recurrent.documents import REACH
+
+if TYPE_CHECKING:  # not available in a torch built without distributed
+    from torch.distributed import ProcessGroup
+
+
+class Hops(NamedTuple):
+    """Where the documents of a rank go on; `RowShard.hops` as integers.
+
+    Attributes:
+        receives: 1 if the first document comes from the rank before, else 0.
+        sends: 1 if the last document goes on at the next rank, else 0.
+        last: the slot of the last document.
+    """
+
+    receives: int
+    sends: int
+    last: int
+
+    @classmethod
+    def of(cls, hops: Tensor | None) -> Hops:
+        """Those of a tensor on the host; none of None."""
+        return cls(0, 0, 0) if hops is None else cls(*hops.tolist())
+
+
+def send(x: Tensor, step: int, group: str) -> Any:
+    """Begin to send x to the rank `step` after this one; `wait()` for what it gives.
+
+    Args:
+        x: contiguous; must not change before that.
+        step: 1, or -1 for the rank before.
+        group: the name of the ranks' group.
+    """
+    ranks, other = _neighbour(step, group)
+    return dist.isend(x, other, ranks)
+
+
+def receive(x: Tensor, step: int, group: str) -> Any:
+    """Begin to fill x from the rank `step` after this one; `wait()` for what it gives."""
+    ranks, other = _neighbour(step, group)
+    return dist.irecv(x, other, ranks)
+
+
+def _neighbour(step: int, group: str) -> tuple[ProcessGroup, int]:
+    ranks: ProcessGroup = _resolve_process_group(group)  # type: ignore[arg-type]
+    return ranks, dist.get_global_rank(ranks, dist.get_rank(ranks) + step)
+
+
+# ---- the tokens before ----
+
+
+@torch.library.custom_op("flexvarlen::prepend_tokens", mutates_args=())
+def prepend_tokens(x_TC: Tensor, hops: Tensor, group: str) -> Tensor:
+    """`[REACH + T, C]`: x behind the last tokens of the rank before, or zeros if none go on."""
+    found, own = Hops.of(hops), x_TC.contiguous()
+    out = x_TC.new_empty(REACH + len(x_TC), x_TC.shape[1])
+    out[REACH:] = own
+    out[:REACH] = 0
+    works = [send(own[-REACH:], 1, group)] if found.sends else []
+    works += [receive(out[:REACH], -1, group)] if found.receives else []
+    for work in works:
+        work.wait()
+    return out
+
+
+@torch.library.custom_op("flexvarlen::prepend_tokens_backward", mutates_args=())
+def _prepend_tokens_backward(grad: Tensor, hops: Tensor, group: str) -> Tensor:
+    found, grad = Hops.of(hops), grad.contiguous()
+    dx = grad[REACH:].clone()
+    returned = dx.new_zeros(REACH, dx.shape[1])
+    works = [send(grad[:REACH], -1, group)] if found.receives else []
+    works += [receive(returned, 1, group)] if found.sends else []
+    for work in works:
+        work.wait()
+    dx[-REACH:] += returned
+    return dx
+
+
+@prepend_tokens.register_fake
+def _(x_TC: Tensor, hops: Tensor, group: str) -> Tensor:
+    return x_TC.new_empty(REACH + x_TC.shape[0], x_TC.shape[1])
+
+
+@_prepend_tokens_backward.register_fake
+def _(grad: Tensor, hops: Tensor, group: str) -> Tensor:
+    return grad.new_empty(grad.shape[0] - REACH, grad.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, hops, ctx.group = inputs
+    ctx.save_for_backward(hops)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _prepend_tokens_backward(grad, *ctx.saved_tensors, ctx.group), None, None
+
+
+prepend_tokens.register_autograd(_gradients, setup_context=_keep)
+
+
+# ---- a state, for scans in plain torch ----
+
+
+def receive_state(
+    shape: tuple[int, ...], dtype: torch.dtype, group: str, rows: list[Tensor]
+) -> Tensor:
+    """The final state of the rank before; its gradient goes back there.
+
+    Args:
+        rows: what scans read, on whose gradients those of the state depend.
+    """
+    found: Tensor = _ReceiveState.apply(_anchor(rows[0]), shape, dtype, group, *rows)  # type: ignore[no-untyped-call]
+    return found
+
+
+def send_state(out: Tensor, state: Tensor, group: str) -> Tensor:
+    """The output of a document, whose final state goes to the next rank."""
+    found: Tensor = _SendState.apply(_anchor(out), out, state.contiguous(), group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _anchor(like: Tensor) -> Tensor:
+    """An input that requires a gradient, so that the backwards of both ranks run or neither's."""
+    return like.new_empty(0, requires_grad=True)
+
+
+class _ReceiveState(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        group: str,
+        *rows: Tensor,
+    ) -> Tensor:
+        ctx.group, ctx.rows = group, len(rows)
+        state = anchor.new_empty(shape, dtype=dtype)
+        receive(state, -1, group).wait()
+        return state
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        send(grad.contiguous(), -1, ctx.group).wait()
+        return (*[None] * (4 + ctx.rows),)
+
+
+class _SendState(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, out: Tensor, state: Tensor, group: str) -> Tensor:
+        ctx.group, ctx.shape, ctx.dtype = group, state.shape, state.dtype
+        send(state, 1, group).wait()
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None]:  # type: ignore[override]
+        of_state = grad.new_empty(ctx.shape, dtype=ctx.dtype)
+        receive(of_state, 1, ctx.group).wait()
+        return None, grad, of_state, None
