@@ -10,7 +10,8 @@ work is the mean.
 
 Of the document in which a rank stops, it takes some of the first tokens and some of the last. The
 first attend to few keys and the last to many, so it can take the work that it needs, and what is
-left, which the next rank takes first, has about the same work a token as the whole document.
+left, which the next rank takes first, has about the same work a token as the whole document. If
+attention is bidirectional all tokens attend to n keys (counted half), and it takes the first ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
-from flexvarlen.parallel.pieces import Piece, Pieces, whole_documents
+from flexvarlen.parallel.pieces import Piece, Pieces, attention_work, whole_documents
 
 EVEN = 0.05
 """How much more work than the mean a rank may have where that avoids cuts."""
@@ -28,16 +29,20 @@ LINEAR_WORK = 8192
 """Work of a token beside attention, as keys it could attend to (12K in a model of 1.7B)."""
 
 
-def even_pieces(lengths: tuple[int, ...], ranks: int, capacity: int) -> Pieces:
+def even_pieces(
+    lengths: tuple[int, ...], ranks: int, capacity: int, *, causal: bool = True
+) -> Pieces:
     """Each rank at most `capacity` tokens and about as much work.
 
     Whole documents come first, so that what no other rank needs is one run.
     """
     pieces = None
     if max(lengths, default=0) <= capacity:
-        pieces = whole_documents(lengths, ranks, capacity)
-    if pieces is None or not _are_even(pieces, capacity):
-        pieces = _cut_documents(lengths, ranks, capacity)
+        whole = whole_documents(lengths, ranks, capacity)
+        if _are_even(attention_work(whole, lengths, causal=causal), capacity):
+            pieces = whole
+    if pieces is None:
+        pieces = _cut_documents(lengths, ranks, capacity, causal=causal)
 
     def whole_first(piece: Piece) -> tuple[bool, Piece]:
         return piece.tokens < lengths[piece.document], piece
@@ -45,19 +50,20 @@ def even_pieces(lengths: tuple[int, ...], ranks: int, capacity: int) -> Pieces:
     return tuple(tuple(sorted(own, key=whole_first)) for own in pieces)
 
 
-def _are_even(pieces: list[list[Piece]], capacity: int) -> bool:
-    work = [sum(piece.work for piece in own) for own in pieces]
+def _are_even(work: list[float], capacity: int) -> bool:
     mean = sum(work) / len(work)
     return max(work) - mean <= EVEN * (mean + LINEAR_WORK * capacity)
 
 
-def _cut_documents(lengths: tuple[int, ...], ranks: int, capacity: int) -> list[list[Piece]]:
+def _cut_documents(
+    lengths: tuple[int, ...], ranks: int, capacity: int, *, causal: bool
+) -> list[list[Piece]]:
     """Fill one rank after another from the two queues, with at most one cut a rank on average."""
     by_length = sorted((n, document) for document, n in enumerate(lengths) if n)
     average = sum(n * n for n in lengths) / sum(lengths)
     split = bisect_left(by_length, (average,))
-    light = _Queue(by_length[:split], capacity)
-    heavy = _Queue(by_length[split:][::-1], capacity)
+    light = _Queue(by_length[:split], capacity, causal=causal)
+    heavy = _Queue(by_length[split:][::-1], capacity, causal=causal)
     pieces, cuts = [], 0
     for rank in range(ranks):
         tokens = -(-(light.tokens + heavy.tokens) // (ranks - rank))
@@ -108,6 +114,8 @@ class _Stop:
         tokens_inside: of the document.
         at, low, high: tokens `low` to `high` of this document were in the queue.
         cuts: 1 if no other rank has tokens of the document, and it is not longer than a rank.
+        density: work a token of what was left of the document.
+        causal: whether its first tokens have less work, and its last more.
     """
 
     work_before: float
@@ -117,20 +125,26 @@ class _Stop:
     low: int
     high: int
     cuts: int
+    density: float
+    causal: bool
 
     @property
     def least(self) -> float:
         """The work if the tokens of the document are its first."""
+        if not self.causal:
+            return self.even
         return self.work_before + self.tokens_inside * (self.low + self.tokens_inside / 2)
 
     @property
     def even(self) -> float:
         """The work if they have as much a token as what is left of the document."""
-        return self.work_before + self.tokens_inside * (self.low + self.high) / 2
+        return self.work_before + self.tokens_inside * self.density
 
     @property
     def most(self) -> float:
         """The work if they are its last."""
+        if not self.causal:
+            return self.even
         return self.work_before + self.tokens_inside * (self.high - self.tokens_inside / 2)
 
     @property
@@ -146,14 +160,15 @@ class _Queue:
     Args:
         documents: length and number of each.
         capacity: tokens of a rank.
+        causal: whether attention is.
 
     Attributes:
         tokens, work: of what is left.
         at, low, high: tokens `low` to `high` of this document are left, and all documents after it.
     """
 
-    def __init__(self, documents: list[tuple[int, int]], capacity: int) -> None:
-        self.documents, self.capacity = [*documents, (0, -1)], capacity
+    def __init__(self, documents: list[tuple[int, int]], capacity: int, *, causal: bool) -> None:
+        self.documents, self.capacity, self.causal = [*documents, (0, -1)], capacity, causal
         self.tokens_until = [0, *accumulate(n for n, _ in documents)]
         self.work_until = [0, *accumulate(n * n / 2 for n, _ in documents)]
         self.tokens, self.work = self.tokens_until[-1], self.work_until[-1]
@@ -168,8 +183,10 @@ class _Queue:
         else:
             work = self.work_until[at] - (self.work_until[-1] - self.work)
             inside, low, high = end - self.tokens_until[at], 0, self.documents[at][0]
-        cuts = inside > 0 and high - low == self.documents[at][0] <= self.capacity
-        return _Stop(work, tokens, inside, at, low, high, int(cuts))
+        length = self.documents[at][0]
+        cuts = inside > 0 and high - low == length <= self.capacity
+        density = (low + high if self.causal else length) / 2
+        return _Stop(work, tokens, inside, at, low, high, int(cuts), density, self.causal)
 
     def take(self, stop: _Stop, work: float) -> tuple[list[Piece], float]:
         """All until a stop, of about this work; and the work that it has."""
@@ -183,6 +200,8 @@ class _Queue:
         self.at, self.low, self.high = stop.at, stop.low + first, stop.high - inside + first
         document = self.documents[stop.at][1]
         ends = Piece(document, stop.low, self.low), Piece(document, self.high, stop.high)
-        taken = stop.work_before + sum(piece.work for piece in ends)
+        taken = stop.even
+        if self.causal:
+            taken = stop.work_before + sum(piece.work for piece in ends)
         self.tokens, self.work = self.tokens - stop.tokens, self.work - taken
         return pieces + [piece for piece in ends if piece.tokens], taken

@@ -5,6 +5,7 @@ Attention work is counted in pairs of a query and a key, of causal attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
@@ -27,6 +28,17 @@ class Piece(NamedTuple):
 
 Pieces = tuple[tuple[Piece, ...], ...]
 """Of each rank, in the order of its tokens."""
+
+
+def attention_work(
+    pieces: Sequence[Sequence[Piece]], lengths: tuple[int, ...], *, causal: bool
+) -> list[float]:
+    """Of each rank; of bidirectional attention half, so that a whole document has the same."""
+
+    def work_of(piece: Piece) -> float:
+        return piece.work if causal else piece.tokens * lengths[piece.document] / 2
+
+    return [sum(map(work_of, own)) for own in pieces]
 
 
 def contiguous_pieces(lengths: tuple[int, ...], ranks: int, capacity: int) -> Pieces:

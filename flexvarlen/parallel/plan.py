@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexvarlen.parallel.fill_ranks import even_pieces
-from flexvarlen.parallel.pieces import Pieces, contiguous_pieces
+from flexvarlen.parallel.pieces import Pieces, attention_work, contiguous_pieces
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,13 @@ class RowPlan:
         lengths: tokens of each document.
         tokens_per_rank: C, padding included.
         pieces: of each rank, in the order of its tokens; padding follows the last.
+        causal: whether attention is.
     """
 
     lengths: tuple[int, ...]
     tokens_per_rank: int
     pieces: Pieces
+    causal: bool = True
 
     @property
     def ranks(self) -> int:
@@ -45,8 +47,8 @@ class RowPlan:
         return self.tokens_per_rank - sum(piece.tokens for piece in self.pieces[rank])
 
     def work(self) -> list[float]:
-        """Attention work of each rank: its pairs of a query and a key, of causal attention."""
-        return [sum(piece.work for piece in own) for own in self.pieces]
+        """Attention work of each rank: its pairs of a query and a key; half of all if not causal."""
+        return attention_work(self.pieces, self.lengths, causal=self.causal)
 
     def order(self, first_tokens: Sequence[int] | None = None) -> NDArray[np.int64]:
         """int64 `[T]`: the token of the row in each slot of rank 0, then of rank 1, and so on.
@@ -71,7 +73,12 @@ class RowPlan:
 
 
 def plan_row(
-    lengths: Sequence[int], ranks: int, *, total_tokens: int, contiguous: bool = False
+    lengths: Sequence[int],
+    ranks: int,
+    *,
+    total_tokens: int,
+    contiguous: bool = False,
+    causal: bool = True,
 ) -> RowPlan:
     """Plan which tokens of a row lie on which of P ranks.
 
@@ -84,6 +91,7 @@ def plan_row(
         total_tokens: T, padding included; a multiple of P.
         contiguous: whether to cut the row as it is, for models whose state passes from token to
             token.
+        causal: whether attention is. If not, all tokens of a document have the same work.
 
     Raises:
         ValueError: T is not a multiple of P, or less than the documents have.
@@ -102,5 +110,8 @@ def plan_row(
             f"{total_tokens}; raise total_tokens."
         )
     lengths, capacity = tuple(lengths), total_tokens // ranks
-    cut = contiguous_pieces if contiguous else even_pieces
-    return RowPlan(lengths, capacity, cut(lengths, ranks, capacity))
+    if contiguous:
+        pieces = contiguous_pieces(lengths, ranks, capacity)
+    else:
+        pieces = even_pieces(lengths, ranks, capacity, causal=causal)
+    return RowPlan(lengths, capacity, pieces, causal)

@@ -50,13 +50,14 @@ def places(plan):
     return found
 
 
-ROWS = pytest.mark.parametrize("contiguous", [False, True])
+WAYS = pytest.mark.parametrize("way", [{}, {"contiguous": True}, {"causal": False}])
+ATTENTION = pytest.mark.parametrize("causal", [True, False])
 
 
-@ROWS
+@WAYS
 @given(LENGTHS, RANKS, st.integers(0, 50))
-def test_each_token_lies_on_one_rank_and_padding_comes_last(contiguous, lengths, ranks, padding):
-    plan = planned(lengths, ranks, padding, contiguous=contiguous)
+def test_each_token_lies_on_one_rank_and_padding_comes_last(way, lengths, ranks, padding):
+    plan = planned(lengths, ranks, padding, **way)
     total = ranks * plan.tokens_per_rank
     order = plan.order()
     assert np.sort(order).tolist() == list(range(total))
@@ -69,12 +70,13 @@ def test_each_token_lies_on_one_rank_and_padding_comes_last(contiguous, lengths,
         assert tokens[:real].tolist() == expected
 
 
+@ATTENTION
 @given(LENGTHS, RANKS, st.integers(0, 50))
 @example([4096], 64, 0)
 @example([3] * 30, 64, 0)
 @example([4, 3, 4], 3, 0)
-def test_at_most_a_document_for_each_boundary_of_ranks_is_cut(lengths, ranks, padding):
-    plan = planned(lengths, ranks, padding)
+def test_at_most_a_document_for_each_boundary_of_ranks_is_cut(causal, lengths, ranks, padding):
+    plan = planned(lengths, ranks, padding, causal=causal)
     cut = [d for d in plan.cut_documents if lengths[d] <= plan.tokens_per_rank]
     assert len(cut) <= max(ranks - 1, 0)
     assert set(plan.cut_documents) == {d for d, found in places(plan).items() if len(found) > 1}
@@ -114,9 +116,17 @@ def test_whole_documents_come_first(lengths, ranks):
         assert are_cut == sorted(are_cut)
 
 
+@given(LENGTHS, RANKS)
+def test_a_rank_has_one_piece_of_a_document_if_attention_is_bidirectional(lengths, ranks):
+    """Each piece needs all keys of its document, so two would hold them twice."""
+    for own in planned(lengths, ranks, causal=False).pieces:
+        assert len({piece.document for piece in own}) == len(own)
+
+
+@ATTENTION
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
-def test_a_document_as_long_as_the_row_is_cut_into_equal_work(ranks):
-    plan = planned([4096 * ranks], ranks)
+def test_a_document_as_long_as_the_row_is_cut_into_equal_work(causal, ranks):
+    plan = planned([4096 * ranks], ranks, causal=causal)
     assert [sum(p.tokens for p in own) for own in plan.pieces] == [4096] * ranks
     assert excess(plan) < 1e-3
 
@@ -128,14 +138,26 @@ def test_work_is_within_5_percent_of_the_mean(lengths, ranks):
     assert step_excess(plan) <= 0.05 + 1e-9
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("mean", [500, 2000, 8000])
+def test_so_is_that_of_bidirectional_attention_in_almost_all_rows(mean, ranks):
+    """All tokens of a document have the same work, so a cut leaves less choice."""
+    rng = np.random.default_rng(0)
+    rows = [log_normal_row(ranks * 16384, mean, 1.0, rng) for _ in range(30)]
+    found = np.array([step_excess(planned(lengths, ranks, causal=False)) for lengths in rows])
+    assert np.mean(found > 0.05) < 0.04
+    assert found.max() < 0.08
+
+
+@ATTENTION
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 64])
 @pytest.mark.parametrize("sigma", [1.0, 2.0])
-def test_attention_work_alone_is_even_in_rows_that_must_be_cut(ranks, sigma):
+def test_attention_work_alone_is_even_in_rows_that_must_be_cut(ranks, sigma, causal):
     """With a document that is longer than a rank, as then no row stays whole."""
     rng = np.random.default_rng(0)
     for _ in range(10):
         lengths = [4 * 16384, *log_normal_row(ranks * 16384, 8000, sigma, rng)]
-        assert excess(planned(lengths, ranks)) < 0.01
+        assert excess(planned(lengths, ranks, causal=causal)) < 0.01
 
 
 def test_few_short_documents_are_cut_where_attention_is_a_small_part_of_the_work():
