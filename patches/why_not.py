@@ -211,15 +211,13 @@ def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
     if getattr(parts.config, "output_router_logits", False):
         return ROUTER_LOGITS_OF_A_SHARD
     reason = None
-    if not all(kind.causal for kind in parts.kinds):
-        reason = "is an encoder, whose losses are means over the tokens of a rank"
-    elif parts.text_name or parts.has_axes:
+    if parts.text_name or parts.has_axes:
         reason = "takes images, whose tokens cannot be sharded"
     elif parts.has_longrope:
         reason = "has rope_type 'longrope', whose frequencies depend on whole documents"
     return reason and (
-        "a model with sequence_parallel_group must be causal, over text, with rotary tables that "
-        f"do not depend on other tokens, got {parts.model_config.model_type!r}, which {reason}; "
+        "a model with sequence_parallel_group must be over text, with rotary tables that do not "
+        f"depend on other tokens, got {parts.model_config.model_type!r}, which {reason}; "
         "leave sequence_parallel_group out, and give each rank rows of its own."
     )
 

@@ -178,7 +178,7 @@ FEATURES = {
         for name in ("DDP", "FSDP2")
     },
     "row over ranks": Column(
-        {"dense": f"{ON_RANKS}[dense]", "windows": f"{ON_RANKS}[windows]"},
+        {kind: f"{ON_RANKS}[{kind}]" for kind in ("dense", "windows", "encoder")},
         RANKS,
     ),
     "generation": Column(

@@ -9,6 +9,7 @@
 | `documents.py` | attention over the row, each rank with its own tokens and all heads |
 | `exchange.py` | which keys of cut documents travel from rank to rank |
 | `gather_keys.py` | the operator that moves them, and their gradients back |
+| `windows.py` | the same for sliding windows to both sides |
 | `sharded_layout.py` | the layout of the pieces that one rank holds |
 | `ulysses.py` | attention over the row, each rank with a part of the heads |
 """

@@ -6,6 +6,7 @@ other ranks send. All heads stay on the rank, so ranks need not divide them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def documents_attention(
         No sync; traces under `fullgraph=True`.
 
     Raises:
-        ValueError: the layout is no shard of this group, or one for the other kind of `causal`.
+        ValueError: the layout is no shard of this group, or one for another kind of attention.
         NotImplementedError: an option is given that pieces of documents cannot have.
     """
     shard, here = layout.shard, (dist.get_rank(group), dist.get_world_size(group))
@@ -53,21 +54,24 @@ def documents_attention(
             f"layout must be the shard of rank {here[0]} of {here[1]}, got {layout!r}; make it "
             "with sharded_layout or fv.shard_row."
         )
+    causal, window = options.get("causal", True), options.get("window")
+    why = shard.why_not(causal=causal, window=window if isinstance(window, int) else None)
+    if why is not None:
+        raise ValueError(why)
     if shard.exchange is None:
         return packed_attention(q, k, v, layout, **options)
-    causal = options.get("causal", True)
     refused = [name for name in ("layout_k", "align", "prefix") if options.get(name) is not None]
-    if not causal and options.get("window") is not None:
-        refused.append("window without causal")
+    windows = shard.windows if window is not None and not causal else None
+    if window is not None and not causal:
+        refused += [] if isinstance(window, int) else ["window (left, right)"]
+        refused += ["return_lse"] if options.get("return_lse") else []
     if refused:
         raise NotImplementedError(
             f"documents_attention has no {', '.join(refused)} where a document is cut; use "
             "ulysses_attention."
         )
-    if causal is not shard.causal:
-        raise ValueError(
-            f"layout must be made with causal={causal}, as the attention is, got {shard.causal}; "
-            "pass it to sharded_layout."
-        )
+    if windows is not None:
+        attend = partial(packed_attention, layout=windows.layout, **options)
+        return windows.attend(q, k, v, attend, group)
     k, v = gather_keys(k, v, shard.exchange, group)
     return packed_attention(q, k, v, layout, layout_k=shard.exchange.layout_k, **options)

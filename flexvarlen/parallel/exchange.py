@@ -35,7 +35,8 @@ class KeyExchange:
 
     Attributes:
         layout_k: the keys of each of the rank's pieces, on the device of the tokens: those of its
-            document up to the piece's end, or all of them if attention is bidirectional.
+            document up to the piece's end, or if attention is bidirectional all of them, or those
+            that a window reaches.
         runs: int64 `[N, 3]` on the host, (slot, row, tokens): where the rows of keys come from.
         sends: int64 `[M, 3]` on the host, (slot, destination, tokens), by destination.
         received: int64 `[P]` on the host, the tokens received from each rank.
@@ -55,6 +56,7 @@ class KeyExchange:
         *,
         capacity: int,
         causal: bool = True,
+        reach: int | None = None,
     ) -> KeyExchange | None:
         """The exchange of one rank; None, on every rank, if no document of the row is cut.
 
@@ -64,6 +66,7 @@ class KeyExchange:
             rank: whose exchange.
             capacity: slots of the layout of the rank's own pieces.
             causal: whether queries see no later keys.
+            reach: how many tokens a window that is not causal reaches on each side; None: all.
 
         The shapes of its tensors are the same on all ranks, and rounded up, so that a compiled
         model meets few of them.
@@ -71,12 +74,18 @@ class KeyExchange:
         documents = _by_document(pieces)
         if all(len(places) == 1 for places in documents.values()):
             return None
-        keys = [[_keys_of(piece, documents, causal=causal) for piece in own] for own in pieces]
+        keys = [
+            [_keys_of(piece, documents, causal=causal, reach=reach) for piece in own]
+            for own in pieces
+        ]
         needed = [_needed(of_rank, other) for other, of_rank in enumerate(keys)]
         lengths = [[sum(place.tokens for place in each) for each in own] for own in keys]
+        rows = [sum(each) for each in lengths]
+        if reach is not None:  # the rank's own padding follows, as queries
+            rows = [n + _padding(own, tokens_per_rank) for n, own in zip(rows, pieces, strict=True)]
         layout_k = PackedLayout.from_lengths(
             lengths[rank],
-            total_tokens=_in_quarters(max(map(sum, lengths)), tokens_per_rank),
+            total_tokens=_in_quarters(max(rows), tokens_per_rank),
             capacity=capacity,
             max_seqlen_bound=round_up_to_power_of_two(max(n for own in lengths for n in own)),
         )
@@ -136,12 +145,29 @@ def _by_document(pieces: Pieces) -> dict[int, list[_Place]]:
 
 
 def _keys_of(
-    piece: tuple[int, int, int], documents: dict[int, list[_Place]], *, causal: bool
+    piece: tuple[int, int, int],
+    documents: dict[int, list[_Place]],
+    *,
+    causal: bool,
+    reach: int | None,
 ) -> list[_Place]:
-    """The pieces that a piece attends to: of its document, up to itself or all of them."""
-    document, _, stop = piece
-    places = documents[document]
-    return [place for place in places if place.stop <= stop] if causal else places
+    """What a piece attends to of the pieces of its document; see `KeyExchange.of`."""
+    document, start, stop = piece
+    if causal or reach is None:
+        return [place for place in documents[document] if place.stop <= stop or not causal]
+    return [
+        place._replace(
+            start=max(place.start, start - reach),
+            stop=min(place.stop, stop + reach),
+            slot=place.slot + max(0, start - reach - place.start),
+        )
+        for place in documents[document]
+        if place.start < stop + reach and start - reach < place.stop
+    ]
+
+
+def _padding(own: Sequence[tuple[int, int, int]], tokens_per_rank: int) -> int:
+    return tokens_per_rank - sum(stop - start for _, start, stop in own)
 
 
 def _needed(keys: list[list[_Place]], rank: int) -> list[_Place]:

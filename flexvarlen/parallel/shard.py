@@ -31,6 +31,8 @@ def shard_row(
     group: ProcessGroup | None = None,
     *,
     method: Method = "documents",
+    causal: bool = True,
+    window: int | None = None,
     ignore_index: int = -100,
 ) -> dict[str, Any]:
     """Shard a batch that holds one packed row and is replicated on every rank.
@@ -43,14 +45,18 @@ def shard_row(
             the ranks exchange in attention; "contiguous" gives it the next T/P tokens instead, for
             models with recurrent layers, whose state passes from rank to rank; "ulysses" too, and
             in attention the ranks exchange heads for tokens, so P must divide the heads.
+        causal: False for a model with bidirectional attention, whose labels are the tokens' own.
+        window: the widest sliding window of such a model; its layers see the tokens less than this
+            many away. A model raises a shard that is made for other attention, with what to pass.
         ignore_index: the label that the loss ignores.
 
     Returns:
         This rank's batch, for a model patched with `sequence_parallel_group=group`. Tensors are
-        `[1, T/P]`; `position_ids` count in the documents. If `labels` is given, there are also
-        `shift_labels`, the label of each next token of the document (which another rank may have)
-        or those given, masked where there is none, and `num_items_in_batch` (unless given), an
-        integer tensor: the row's number of unmasked labels. Numbers are returned unchanged.
+        `[1, T/P]`; `position_ids` count in the documents. If `labels` is given, there is also
+        `num_items_in_batch` (unless given), an integer tensor: the row's number of unmasked labels;
+        and with causal attention `shift_labels`, the label of each next token of the document
+        (which another rank may have) or those given, masked where there is none. Numbers are
+        returned unchanged.
         `packed_layout` is that of the rank's own tokens; with "ulysses" that of the row.
 
     The losses of the ranks then sum to the mean loss over the whole row, and their gradients sum
@@ -74,7 +80,15 @@ def shard_row(
         )
     _require_one_row(batch, _why_no_row(batch, size), group)
     rank = dist.get_rank(group)
-    return shard_batch(batch, rank, size, method=method, ignore_index=ignore_index)
+    return shard_batch(
+        batch,
+        rank,
+        size,
+        method=method,
+        causal=causal,
+        window=window,
+        ignore_index=ignore_index,
+    )
 
 
 def shard_batch(
@@ -83,6 +97,8 @@ def shard_batch(
     ranks: int,
     *,
     method: Method = "documents",
+    causal: bool = True,
+    window: int | None = None,
     ignore_index: int = -100,
 ) -> dict[str, Any]:
     """`shard_row` without a group, for collators: the shard of one of `ranks` ranks.
@@ -105,27 +121,50 @@ def shard_batch(
     if method == "ulysses":
         here, own = torch.arange(layout.total_tokens).view(ranks, -1)[rank], layout
     else:
-        here, own = _own_documents(layout, rank, ranks, contiguous=method == "contiguous")
+        here, own = _own_documents(
+            layout,
+            rank,
+            ranks,
+            contiguous=method == "contiguous",
+            causal=causal,
+            window=window,
+        )
 
     def share(x: Tensor) -> Tensor:
         return x[:, here.to(x.device)]
 
     found = {name: x if _is_whole(x) else share(x) for name, x in batch.items()}
     found["packed_layout"] = own
-    found.setdefault("position_ids", share(layout.position_ids()[None]))
+    in_document = layout.position_ids() * layout.real_tokens()
+    found.setdefault("position_ids", share(in_document[None]))
     if "labels" in batch:
-        given = batch.get("shift_labels")
-        shifted = batch["labels"][0].roll(-1) if given is None else given[0]
-        # The row's first token starts a document or is padding, so roll also masks the last label.
-        in_no_loss = ((layout.position_ids() == 0) | ~layout.real_tokens()).roll(-1)
-        shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)
-        found["shift_labels"] = share(shifted[None])
-        found.setdefault("num_items_in_batch", (shifted != ignore_index).sum())
+        learned = batch["labels"]
+        if causal:
+            learned = _next_labels(batch, ignore_index)
+            found["shift_labels"] = share(learned)
+        found.setdefault("num_items_in_batch", (learned != ignore_index).sum())
     return found
 
 
+def _next_labels(batch: Mapping[str, Any], ignore_index: int) -> Tensor:
+    """`[1, T]`: the label of each token's next token, masked where its document has none."""
+    layout: PackedLayout = batch["packed_layout"]
+    given = batch.get("shift_labels")
+    shifted: Tensor = batch["labels"][0].roll(-1) if given is None else given[0]
+    # The row's first token starts a document or is padding, so roll also masks the last label.
+    in_no_loss = ((layout.position_ids() == 0) | ~layout.real_tokens()).roll(-1)
+    shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)
+    return shifted[None]
+
+
 def _own_documents(
-    layout: PackedLayout, rank: int, ranks: int, *, contiguous: bool
+    layout: PackedLayout,
+    rank: int,
+    ranks: int,
+    *,
+    contiguous: bool,
+    causal: bool,
+    window: int | None,
 ) -> tuple[Tensor, PackedLayout]:
     """The tokens of the row that a rank has, int64 `[T/P]` on the host, and their layout."""
     boundaries = layout.cu_seqlens_host
@@ -135,10 +174,22 @@ def _own_documents(
         is_padding[: layout.total_tokens] = layout.padding.tolist()
     documents = [pair for pair in pairwise(starts) if pair[0] < pair[1] and not is_padding[pair[0]]]
     lengths = [stop - start for start, stop in documents]
-    plan = plan_row(lengths, ranks, total_tokens=layout.total_tokens, contiguous=contiguous)
+    plan = plan_row(
+        lengths,
+        ranks,
+        total_tokens=layout.total_tokens,
+        contiguous=contiguous,
+        causal=causal,
+    )
     order = torch.from_numpy(plan.order([start for start, _ in documents]))
     own = sharded_layout(
-        plan.pieces, plan.tokens_per_rank, rank, device=layout.device, contiguous=contiguous
+        plan.pieces,
+        plan.tokens_per_rank,
+        rank,
+        device=layout.device,
+        contiguous=contiguous,
+        causal=causal,
+        window=window,
     )
     return order.view(ranks, -1)[rank], own
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.exchange import KeyExchange, Pieces
+from flexvarlen.parallel.windows import WindowExchange
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class RowShard:
         hops: int64 `[3]` on the host, of a rank with the next tokens of the row: whether its first
             document comes from the rank before, whether its last one goes on at the next, and the
             slot of that one; None of pieces in another order.
+        window: the widest that layers whose attention is not causal may have.
+        windows: what the ranks exchange in these layers; None without a window, or if no document
+            of the row is cut.
     """
 
     rank: int
@@ -37,11 +41,32 @@ class RowShard:
     exchange: KeyExchange | None
     causal: bool
     hops: Tensor | None = None
+    window: int | None = None
+    windows: WindowExchange | None = None
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> RowShard:
         """The same with `move` of the tensors on the device."""
-        exchange = None if self.exchange is None else self.exchange.moved(move)
-        return replace(self, starts=move(self.starts), exchange=exchange)
+        return replace(
+            self,
+            starts=move(self.starts),
+            exchange=None if self.exchange is None else self.exchange.moved(move),
+            windows=None if self.windows is None else self.windows.moved(move),
+        )
+
+    def why_not(self, *, causal: bool, window: int | None) -> str | None:
+        """Why it does not serve layers with such a mask, or None.
+
+        Whether or not a document is cut, so that it does not depend on the row.
+        """
+        two_sided = None if causal else window
+        if self.causal is causal and (two_sided is None or two_sided <= (self.window or 0)):
+            return None
+        wanted = f"causal={causal}" + ("" if two_sided is None else f", window={two_sided}")
+        got = f"causal={self.causal}" + ("" if self.window is None else f", window={self.window}")
+        return (
+            f"the layout of a shard must be made for attention with {wanted}, got {got}; call "
+            f"fv.shard_row(batch, group, {wanted})."
+        )
 
 
 def sharded_layout(
@@ -52,6 +77,7 @@ def sharded_layout(
     device: torch.device | str = "cpu",
     causal: bool = True,
     contiguous: bool = False,
+    window: int | None = None,
 ) -> PackedLayout:
     """The layout of one rank's pieces, with its `shard`.
 
@@ -60,8 +86,8 @@ def sharded_layout(
         tokens_per_rank: C; those behind a rank's last piece are padding.
         rank: whose.
         device: where its tensors go.
-        causal: whether attention is causal. Bidirectional attention needs more keys.
         contiguous: whether each rank has the next tokens of the row.
+        causal, window: as in `shard_row`. Bidirectional attention needs more keys.
 
     Sizes that kernels and compiled graphs depend on are the same on all ranks, and rounded up.
     """
@@ -79,7 +105,10 @@ def sharded_layout(
         starts[slot] = start
     exchange = KeyExchange.of(pieces, tokens_per_rank, rank, capacity=capacity, causal=causal)
     hops = _hops(pieces, rank) if contiguous else None
-    layout.shard = RowShard(rank, len(pieces), starts, exchange, causal, hops)
+    windows = None
+    if window is not None:
+        windows = WindowExchange.of(pieces, tokens_per_rank, rank, capacity=capacity, window=window)
+    layout.shard = RowShard(rank, len(pieces), starts, exchange, causal, hops, window, windows)
     return layout.to(device)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from flexvarlen.parallel.exchange import KeyExchange
+    from flexvarlen.parallel.windows import WindowExchange
     from flexvarlen.patches.batch.padded_batch import PaddedBatch
 
 
@@ -102,7 +104,8 @@ class PackedForward:
         packs: whether a row may hold several documents, or padding.
         in_base: whether the base model received this object from its head.
         recurrent: the documents for recurrent layers; None if the model has none.
-        tree_loss: logits -> the loss of a head whose documents are trees; None: its own.
+        loss: logits -> the loss of a head, where documents are trees, or a shard's tokens have
+            labels of their own; None: the head's own loss.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class PackedForward:
         self.padded_row_tokens: int | None = None
         self.packs, self.in_base = True, False
         self.recurrent = recurrent
-        self.tree_loss: Callable[[Tensor], Tensor] | None = None
+        self.loss: Callable[[Tensor], Tensor] | None = None
         self._copies: dict[str, PackedForward] = {}
 
     @property
@@ -206,6 +209,9 @@ class PackedForward:
             refuse_forward_mode(route.backend.name, q, k, v, sinks)
         if self.exchanges_heads:
             return attend_sharded(q, k, v, sinks, route.attend, self.group)
+        windows = self._windows_of(kind)
+        if windows is not None:
+            return windows.attend(q, k, v, partial(route.attend, sinks=sinks), self.group)
         if self.exchange is not None:
             k, v = gather_keys(k, v, self.exchange, self.group)
         return route.attend(q, k, v, sinks)
@@ -229,8 +235,7 @@ class PackedForward:
         return made
 
     def _make_route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
-        layout, exchange = self.layout, self.exchange
-        layout_k = None if exchange is None else exchange.layout_k
+        layout, layout_k = self._layouts_of(kind)
         call = kind.call(
             layout.device,
             dtype,
@@ -248,6 +253,19 @@ class PackedForward:
                 return Route(backend, call, other.mask, other.plan)
         plan = backend.plan(mask, batch_invariant=self.batch_invariant)
         return Route(backend, call, mask, plan)
+
+    def _windows_of(self, kind: LayerKind) -> WindowExchange | None:
+        """What the ranks exchange in layers whose window is to both sides; None in others."""
+        shard = self.layout.shard
+        two_sided = kind.window is not None and not kind.causal
+        return shard.windows if shard is not None and two_sided else None
+
+    def _layouts_of(self, kind: LayerKind) -> tuple[PackedLayout, PackedLayout | None]:
+        """Of the queries, and of the keys if these are others."""
+        windows = self._windows_of(kind)
+        if windows is not None:
+            return windows.layout, None
+        return self.layout, None if self.exchange is None else self.exchange.layout_k
 
     def _backend_for(self, kind: LayerKind, call: AttentionCall, mask: DocumentMask) -> Backend:
         asked = chosen_for(self.backend, kind.layer_type)

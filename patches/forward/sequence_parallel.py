@@ -10,24 +10,28 @@ Shapes: P ranks, T tokens of the whole row, S = T/P of a shard.
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from flexvarlen.layout.labels import tree_loss
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.ulysses import shard_tokens
 from flexvarlen.patches.forward.heads import user_loss
 from flexvarlen.patches.forward.inputs import CACHE_NAMES
-from flexvarlen.patches.models.heads import CAUSAL
+from flexvarlen.patches.models.heads import CAUSAL, PER_DOCUMENT, PER_ROW, PER_TOKEN
 from flexvarlen.patches.why_not import ROUTER_LOGITS_OF_A_SHARD
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from flexvarlen.patches.forward.inputs import ForwardInputs
+    from flexvarlen.patches.parts import ModelParts
 
 
 def check_group(group: Any) -> None:
@@ -48,9 +52,10 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
 
     Raises:
         ValueError: documents are given by anything but the layout; the layout does not cover P such
-            shards; other tensors are not those of the shard; labels lack the next shard's
-            first one; or a loss is a mean over this rank only, also in a user's loss function.
-        NotImplementedError: an auxiliary loss, or that of a head other than for next tokens.
+            shards, or is for another kind of attention; other tensors are not those of the shard;
+            labels lack the next shard's first one; or a loss is a mean over this rank only, also in
+            a user's loss function.
+        NotImplementedError: an auxiliary loss, or that of a head with one label for a document.
 
     Reads shapes only. That all ranks hold the same layout is checked by `shard_row`, not here.
     """
@@ -71,6 +76,8 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
             f"PackedLayout, got {type(layout).__name__}; call fv.shard_row on a batch that has one."
         )
     _check_layout(layout, batch, row_tokens, tokens.device, group)
+    _check_attention(layout, forward.parts)
+    _check_pooling(layout, forward)
     for name in ("position_ids", "labels", "shift_labels"):
         given = inputs.get(name)
         if given is not None and given.shape != (1, row_tokens):
@@ -79,19 +86,35 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
                 "call fv.shard_row on the whole row."
             )
     if inputs.get("labels") is not None:
-        if forward.parts.head not in CAUSAL:
-            raise NotImplementedError(
-                "labels must be next tokens under sequence_parallel_group, got those of a head "
-                f"{forward.parts.head}, whose loss is a mean over this rank's tokens; take the sum "
-                "of the losses of its logits yourself, divided by the labels of the row."
-            )
-        _check_loss(forward.module, inputs)
+        _check_loss(forward)
     if forward.returns_router_logits:
         raise NotImplementedError(ROUTER_LOGITS_OF_A_SHARD)
-    if inputs.get("position_ids") is None:
-        positions = layout.position_ids()
-        shared = positions if layout.shard is not None else shard_tokens(positions, group)
-        inputs["position_ids"] = shared[None]
+    _set_positions(layout, forward)
+
+
+def _set_positions(layout: PackedLayout, forward: ForwardInputs) -> None:
+    """Build missing position_ids, and count those of RoBERTa from its first one, as it has no 0."""
+    positions = layout.position_ids() * layout.real_tokens()  # no table ends before 0
+    if layout.shard is None:
+        positions = shard_tokens(positions, forward.group)
+    given: Tensor | None = forward.inputs.get("position_ids")
+    given = positions[None] if given is None else given
+    first = forward.parts.first_position
+    forward.inputs["position_ids"] = (
+        given + first * (given[:, :1] == positions[:1]) if first else given
+    )
+
+
+def _check_pooling(layout: PackedLayout, forward: ForwardInputs) -> None:
+    """Raise where documents are pooled, unless each lies whole on a rank."""
+    module, head = forward.module, forward.parts.head
+    pools = head in (*PER_DOCUMENT, *PER_ROW) or module._modules.get("pooler") is not None
+    if pools and (layout.shard is None or layout.shard.exchange is not None):
+        raise NotImplementedError(
+            f"{type(module).__name__} pools documents, of which one of this row is cut over the "
+            "ranks; pass rows in which none is, or call the base model (of BERT with "
+            "add_pooling_layer=False), and pool what you gather of all ranks."
+        )
 
 
 def _check_layout(
@@ -115,8 +138,58 @@ def _check_layout(
         )
 
 
-def _check_loss(module: nn.Module, inputs: dict[str, Any]) -> None:
+def _check_attention(layout: PackedLayout, parts: ModelParts) -> None:
+    """Raise unless the shard was made for the model's kinds of attention."""
+    if layout.shard is None:
+        return
+    for kind in parts.kinds:
+        why = layout.shard.why_not(causal=kind.causal, window=kind.window)
+        if why is not None:
+            raise ValueError(why)
+
+
+def _check_loss(forward: ForwardInputs) -> None:
     """Raise unless the loss of a shard is its share of the row's loss."""
+    head, inputs = forward.parts.head, forward.inputs
+    if head in CAUSAL:
+        _check_loss_of_next_tokens(forward.module, inputs)
+    elif head not in PER_TOKEN or forward.parts.causal or user_loss(forward.module) is not None:
+        raise NotImplementedError(
+            "labels must be next tokens under sequence_parallel_group, or those of an encoder's "
+            f"own tokens without a loss function of your own, got those of a head {head}; take the "
+            "sum of the losses of its logits yourself, divided by the labels of the row."
+        )
+    elif inputs.get("shift_labels") is not None or inputs.get("num_items_in_batch") is None:
+        raise ValueError(
+            "labels of a shard must come with num_items_in_batch, the labels of the whole row, and "
+            f"without shift_labels under a head {head}, whose labels are the tokens' own; call "
+            "fv.shard_row(batch, group, causal=False)."
+        )
+    elif inputs.get("return_dict") not in (None, True):
+        raise ValueError(
+            "return_dict must be True with labels of a shard, got False; leave it out."
+        )
+
+
+def take_own_labels(forward: ForwardInputs) -> Callable[[Tensor], Tensor] | None:
+    """Pop a shard's labels of its own tokens, as most heads take the mean over them.
+
+    Returns:
+        logits -> the shard's part of the loss of the row; None without such labels.
+    """
+    inputs = forward.inputs
+    if forward.group is None or forward.parts.head in CAUSAL or inputs.get("labels") is None:
+        return None
+    labels = inputs.pop("labels")
+    return functools.partial(
+        tree_loss,
+        shift_labels=labels,
+        label_counts=torch.ones_like(labels),
+        num_items_in_batch=inputs.pop("num_items_in_batch"),
+    )
+
+
+def _check_loss_of_next_tokens(module: nn.Module, inputs: dict[str, Any]) -> None:
     if inputs.get("shift_labels") is None or inputs.get("num_items_in_batch") is None:
         raise ValueError(
             "labels of a shard must come with shift_labels, whose last one is the next shard's "

@@ -56,7 +56,7 @@ from flexvarlen.patches.forward.refusals import (
     refuse_inputs,
     refuse_reentrant_checkpoints,
 )
-from flexvarlen.patches.forward.sequence_parallel import prepare_shard
+from flexvarlen.patches.forward.sequence_parallel import prepare_shard, take_own_labels
 from flexvarlen.patches.forward.wrapper import Steps
 from flexvarlen.patches.models.heads import CAUSAL, CHOICES, PER_DOCUMENT, PER_ROW
 from flexvarlen.patches.models.layers import dtype_of_queries, is_compiled_by_layer
@@ -123,8 +123,8 @@ def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> No
         return
     if ATTRIBUTE in base.__dict__ and packed.packs and not packed.reached_base:
         raise ValueError(KEPT_BY_HEAD)
-    if packed.tree_loss is not None:
-        outputs["loss"] = packed.tree_loss(outputs.logits) + balance_loss(module, outputs)
+    if packed.loss is not None:
+        outputs["loss"] = packed.loss(outputs.logits) + balance_loss(module, outputs)
 
 
 STEPS = Steps(before_forward, after_forward, reads=COLUMNS)
@@ -314,7 +314,7 @@ def pass_documents(forward: ForwardInputs, layout: PackedLayout, *, fills_cache:
     packed.packs, packed.padded, packed.fills_cache = forward.packs, forward.padded, fills_cache
     packed.padded_row_tokens = forward.padded_row_tokens
     counts = inputs.get(SAMPLE_COUNTS)
-    packed.tree_loss = take_loss(module, inputs)
+    packed.loss = take_loss(module, inputs) or take_own_labels(forward)
     pass_on(inputs, packed, patch)
     if patch.parts.base_name:
         prepare_head(forward, packed, counts)
@@ -366,7 +366,7 @@ def prepare_head(forward: ForwardInputs, packed: PackedForward, counts: Tensor |
     may_pad = (forward.is_explicit or forward.mask is not None) and forward.group is None
     masked = forward.packs and may_pad
     inputs["attention_mask"] = packed.mask_of_rows(forward.batch) if masked else None
-    has_counts = counts is not None or packed.tree_loss is not None
+    has_counts = counts is not None or packed.loss is not None
     if forward.returns_router_logits and (has_counts or layout.segments is not None):
         inputs["attention_mask"] = token_weights(parts, layout, counts)
     if parts.drops_keywords:

@@ -10,7 +10,8 @@ CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
 PER_DOCUMENT = ("ForSequenceClassification", "ForReward")
 """Heads with one output per document."""
 
-_PER_TOKEN = ("ForMaskedLM", "ForTokenClassification")  # labels are the tokens' own
+PER_TOKEN = ("ForMaskedLM", "ForTokenClassification")
+"""Heads whose labels are the tokens' own."""
 
 CHOICES = "ForMultipleChoice"
 """A head whose rows are `[B, choices, S]`."""
@@ -18,7 +19,7 @@ CHOICES = "ForMultipleChoice"
 PER_ROW = ("ForQuestionAnswering", CHOICES)
 """Heads with one output per row, which refuse rows of several documents."""
 
-HEADS = (*CAUSAL, *_PER_TOKEN, *PER_DOCUMENT, *PER_ROW)
+HEADS = (*CAUSAL, *PER_TOKEN, *PER_DOCUMENT, *PER_ROW)
 
 
 def heads_of(*, causal: bool) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertForSequenceClassification, BertModel
 
 import flexvarlen as fv
 from flexvarlen.parallel.documents import documents_attention
@@ -65,7 +66,8 @@ class Attention:
 
     def share(self, group: Any) -> dict[str, Any]:
         qkv, cotangent, sinks = self.inputs()
-        here, layout = shard_of(ROWS[self.row], group, causal=self.options.get("causal", True))
+        of_mask = {name: x for name, x in self.options.items() if name in ("causal", "window")}
+        here, layout = shard_of(ROWS[self.row], group, **of_mask)
         leaves = [x[here].requires_grad_() for x in qkv]
         shared = [] if sinks is None else [sinks.requires_grad_()]
 
@@ -97,12 +99,16 @@ class Collectives(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def shard_of(lengths: tuple[int, ...], group: Any, *, causal: bool = True):
+def shard_of(
+    lengths: tuple[int, ...], group: Any, *, causal: bool = True, window: int | None = None
+):
     """The tokens of the row that this rank has, and its layout."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    plan = plan_row(lengths, ranks, total_tokens=TOKENS)
+    plan = plan_row(lengths, ranks, total_tokens=TOKENS, causal=causal)
     here = torch.from_numpy(plan.order()).view(ranks, -1)[rank]
-    return here, sharded_layout(plan.pieces, TOKENS // ranks, rank, causal=causal)
+    return here, sharded_layout(
+        plan.pieces, TOKENS // ranks, rank, causal=causal, window=None if causal else window
+    )
 
 
 REFERENCE = {"backend": "reference"}
@@ -119,6 +125,8 @@ CALLS = (
     Attention("softcap", 2, "long", options=REFERENCE | {"softcap": 5.0}),
     Attention("sinks", 3, "one", options=REFERENCE | {"sinks": True}),
     Attention("bidirectional", 4, "mixed", options={"causal": False}),
+    Attention("window_to_both_sides", 3, "mixed", options={"causal": False, "window": 9}),
+    Attention("wide_window_to_both_sides", 4, "long", options={"causal": False, "window": 45}),
     Attention("compiled", 2, "one", compiled=True),
 )
 
@@ -142,17 +150,28 @@ class Model:
     changes: dict[str, Any] = field(default_factory=dict)
     backend: str = "sdpa"
     checkpointing: bool = False
+    attention: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `shard_row`."""
 
     def new(self, **arguments: Any):
         model = new_model(self.kind, **self.changes).train()
+        for dropout in model.modules():
+            if isinstance(dropout, torch.nn.Dropout):
+                dropout.p = 0.0
         if self.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return fv.patch_model(model, self.backend, **arguments)
 
+    def batch(self) -> dict[str, Any]:
+        batch = batch_of(ROWS[self.row])
+        if self.attention:  # an encoder, which learns some tokens, the first of a document too
+            batch["labels"][:, 1::3] = -100
+        return batch
+
     def share(self, group: Any) -> dict[str, Any]:
         """Logits, loss and gradients of this rank; twice, to be bitwise equal."""
         model = self.new(sequence_parallel_group=group, deterministic=True)
-        shard = fv.shard_row(batch_of(ROWS[self.row]), group)
+        shard = fv.shard_row(self.batch(), group, **self.attention)
         found = []
         for _ in range(2):
             out = model(**shard)
@@ -162,9 +181,11 @@ class Model:
             found.append({"logits": out.logits.detach()[0], "loss": out.loss.detach(), **gradients})
         first, second = found
         same = all(first[name].equal(second[name]) for name in first)
-        here, _ = shard_of(ROWS[self.row], group)
+        here, _ = shard_of(ROWS[self.row], group, causal=self.attention.get("causal", True))
         return {"found": first, "tokens": here, "same_bits": same}
 
+
+MODERNBERT = {"causal": False, "window": 9}
 
 MODELS = (
     Model("dense", "llama", 3, "mixed", checkpointing=True),
@@ -175,19 +196,22 @@ MODELS = (
     Model("experts", "mixtral", 4, "long"),
     Model("latent_attention", "deepseek_v3", 2, "one"),
     Model("in_eight_ranks", "qwen3", 8, "mixed"),
+    Model("encoder", "modernbert", 4, "mixed", attention=MODERNBERT),
+    Model("encoder_with_a_table", "bert", 2, "one", attention={"causal": False}),
+    Model("encoder_without_position_0", "roberta", 3, "long", attention={"causal": False}),
 )
 
 
-def graphs(group: Any) -> dict[str, Any]:
+def graphs(kind: str, group: Any, **attention: Any) -> dict[str, Any]:
     """How often a model is compiled for rows of equal bounds, and whether its losses are right."""
     torch._dynamo.reset()
     counters.clear()
-    model = Model("compiled", "llama", 2, "long", {"num_hidden_layers": 1})
-    eager = model.new(sequence_parallel_group=group)
+    changes = {} if attention else {"num_hidden_layers": 1}
+    eager = Model("compiled", kind, 2, "long", changes).new(sequence_parallel_group=group)
     called = torch.compile(eager, fullgraph=True, backend="aot_eager")
     errors = []
     for lengths in ((100, 1, 19), (98, 3, 19), (101, 2, 17)):
-        shard = fv.shard_row(batch_of(lengths), group)
+        shard = fv.shard_row(batch_of(lengths), group, **attention)
         loss = called(**shard).loss
         loss.backward()
         errors.append(float((loss - eager(**shard).loss).abs()))
@@ -209,8 +233,14 @@ def rounded_once(group: Any) -> torch.Tensor:
 REFUSED = {
     "whole row": "layout must be the shard of rank",
     "prefix": "documents_attention has no prefix where a document is cut",
-    "two-sided window": "documents_attention has no window without causal",
-    "other mask": "layout must be made with causal=False",
+    "window of two sides": "documents_attention has no window (left, right) where a document",
+    "other mask": "the layout of a shard must be made for attention with causal=False, got",
+    "encoder": "the layout of a shard must be made for attention with causal=False, got",
+    "encoder's windows": "the layout of a shard must be made for attention with causal=False, w",
+    "encoder's shard": "the layout of a shard must be made for attention with causal=True, got",
+    "encoder's labels shifted": "labels of a shard must come with num_items_in_batch",
+    "pooler": "BertModel pools documents",
+    "classifier": "BertForSequenceClassification pools documents",
     "shard by itself": "layout must be of whole documents, got one rank's shard",
     "no group": "packed_layout must be of whole documents, got one rank's shard",
     "another's shard": "packed_layout must be the shard of rank",
@@ -230,6 +260,12 @@ def refused(group: Any) -> dict[str, str]:
     fv.patch_model(model, sequence_parallel_group=group)
     plan = plan_row(ROWS["long"], 2, total_tokens=TOKENS)
     ids, others = shard["input_ids"], sharded_layout(plan.pieces, TOKENS // 2, 1 - rank)
+    both_ways = fv.shard_row(batch, group, causal=False)["packed_layout"]
+    bert, modernbert = new_model("bert"), new_model("modernbert")
+    of_bert = BertModel(bert.config), BertForSequenceClassification(bert.config)
+    encoder, windows, pooler, classifier = (
+        fv.patch_model(each, sequence_parallel_group=group) for each in (bert, modernbert, *of_bert)
+    )
     tree = fv.PackedLayout.from_tree([60, 30, 30], parents=[-1, 0, 0])
 
     def attend(layout: Any, **options: Any) -> None:
@@ -238,7 +274,13 @@ def refused(group: Any) -> dict[str, str]:
     calls = {
         "whole row": lambda: attend(whole),
         "prefix": lambda: attend(own, prefix=3),
-        "two-sided window": lambda: attend(own, window=3, causal=False),
+        "window of two sides": lambda: attend(both_ways, window=(3, 2), causal=False),
+        "encoder": lambda: encoder(**shard),
+        "encoder's windows": lambda: windows(ids, packed_layout=both_ways),
+        "encoder's shard": lambda: model(ids, packed_layout=both_ways),
+        "encoder's labels shifted": lambda: encoder(**shard | {"packed_layout": both_ways}),
+        "pooler": lambda: pooler(ids, packed_layout=both_ways),
+        "classifier": lambda: classifier(ids, packed_layout=both_ways),
         "other mask": lambda: attend(own, causal=False),
         "shard by itself": lambda: fv.packed_attention(x, x, x, own),
         "no group": lambda: alone(**shard),
@@ -264,7 +306,9 @@ def run(rank: int, folder: str) -> None:
             cases = [case for case in (*CALLS, *MODELS) if case.ranks == ranks]
             found |= {case.name: case.share(group) for case in cases}
             if ranks == 2:
-                found |= {"graphs": graphs(group), "refused": refused(group)}
+                found["graphs"] = graphs("llama", group)
+                found["graphs_of_encoder"] = graphs("modernbert", group, **MODERNBERT)
+                found["refused"] = refused(group)
                 found["rounded_once"] = rounded_once(group)
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

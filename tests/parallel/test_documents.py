@@ -17,7 +17,6 @@ from tests.parallel.documents_ranks import (
     ROWS,
     TOKENS,
     WORLD,
-    batch_of,
     run,
 )
 
@@ -70,7 +69,7 @@ def test_nothing_travels_unless_a_document_is_cut(shares):
 def test_a_model_trains_as_on_the_whole_row(shares, case):
     """Logits, loss and all gradients, and the same bits in a second step."""
     model = case.new()
-    out = model(**batch_of(ROWS[case.row]))
+    out = model(**case.batch())
     out.loss.backward()
     own = [share[case.name] for share in shares[case.ranks]]
     assert all(share["same_bits"] for share in own)
@@ -80,7 +79,11 @@ def test_a_model_trains_as_on_the_whole_row(shares, case):
     assert_near(logits, out.logits.detach()[0, order], "logits")
     assert_near(sum(each["loss"] for each in found), out.loss.detach(), "loss")
     for name, parameter in model.named_parameters():
-        assert_near(sum(each[name] for each in found), parameter.grad, name)
+        summed = sum(each[name] for each in found)
+        if case.kind in ("bert", "roberta") and name.endswith("key.bias"):  # which moves no softmax
+            assert summed.abs().max() < 1e-6
+        else:
+            assert_near(summed, parameter.grad, name)
 
 
 def test_gradients_are_added_in_fp32(shares):
@@ -88,10 +91,11 @@ def test_gradients_are_added_in_fp32(shares):
     assert shares[2][0]["rounded_once"].unique().tolist() == [258]
 
 
-def test_one_graph_for_rows_of_equal_bounds(shares):
+@pytest.mark.parametrize("name", ["graphs", "graphs_of_encoder"])
+def test_one_graph_for_rows_of_equal_bounds(shares, name):
     for share in shares[2]:
-        assert share["graphs"]["count"] == 1
-        assert max(share["graphs"]["errors"]) < 1e-6
+        assert share[name]["count"] == 1
+        assert max(share[name]["errors"]) < 1e-6
 
 
 def test_what_a_shard_cannot_honour_is_a_sentence(shares):

@@ -12,21 +12,21 @@ from flexvarlen.parallel.sharded_layout import sharded_layout
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 
-def exchanged(shards, own):
+def exchanged(exchanges, own):
     """What each rank receives: of rank 0, then of rank 1, and so on.
 
     Args:
-        shards: of all ranks.
+        exchanges: of all ranks.
         own: the tokens of each rank.
     """
     sent = {}
-    for source, shard in enumerate(shards):
-        for slot, to, n in shard.exchange.sends.tolist():
+    for source, exchange in enumerate(exchanges):
+        for slot, to, n in exchange.sends.tolist():
             sent.setdefault((source, to), []).extend(own[source][slot : slot + n])
-    for rank, shard in enumerate(shards):
-        counts = [len(sent.get((source, rank), [])) for source in range(len(shards))]
-        assert shard.exchange.received.tolist() == counts
-        yield [token for source in range(len(shards)) for token in sent.get((source, rank), [])]
+    for rank, exchange in enumerate(exchanges):
+        counts = [len(sent.get((source, rank), [])) for source in range(len(exchanges))]
+        assert exchange.received.tolist() == counts
+        yield [token for source in range(len(exchanges)) for token in sent.get((source, rank), [])]
 
 
 def rows_of_keys(exchange, own, received):
@@ -47,7 +47,7 @@ def rows_of_keys(exchange, own, received):
 def test_the_keys_of_a_piece_are_its_documents(lengths, ranks, padding, causal, contiguous):
     capacity = max(-(-(sum(lengths) + padding) // ranks), 1)
     total = capacity * ranks
-    plan = plan_row(lengths, ranks, total_tokens=total, contiguous=contiguous)
+    plan = plan_row(lengths, ranks, total_tokens=total, contiguous=contiguous, causal=causal)
     layouts = [sharded_layout(plan.pieces, capacity, r, causal=causal) for r in range(ranks)]
     shards = [layout.shard for layout in layouts]
     if not plan.cut_documents:
@@ -55,7 +55,7 @@ def test_the_keys_of_a_piece_are_its_documents(lengths, ranks, padding, causal, 
         return
     own = plan.order().reshape(ranks, -1).tolist()
     begins = np.cumsum([0, *lengths])
-    for rank, received in enumerate(exchanged(shards, own)):
+    for rank, received in enumerate(exchanged([shard.exchange for shard in shards], own)):
         assert len(received) == len(set(received)), "each key travels once to a rank"
         assert not set(received) & set(own[rank]), "what it has does not"
         rows = rows_of_keys(shards[rank].exchange, own[rank], received)
@@ -69,6 +69,36 @@ def test_the_keys_of_a_piece_are_its_documents(lengths, ranks, padding, causal, 
             assert positions.tolist() == list(range(start, stop))
         needed = set(rows) - {None} - set(own[rank])
         assert set(received) == needed, "nothing travels that no query needs"
+
+
+@given(LENGTHS, st.integers(1, 8), st.integers(0, 9), st.integers(1, 20))
+@example([100, 1, 19], 4, 0, 5)
+def test_the_keys_of_a_window_are_those_it_reaches(lengths, ranks, padding, window):
+    capacity = max(-(-(sum(lengths) + padding) // ranks), 1)
+    plan = plan_row(lengths, ranks, total_tokens=capacity * ranks, causal=False)
+    shards = [
+        sharded_layout(plan.pieces, capacity, r, causal=False, window=window).shard
+        for r in range(ranks)
+    ]
+    if not plan.cut_documents:
+        assert all(shard.windows is None for shard in shards)
+        return
+    own = plan.order().reshape(ranks, -1).tolist()
+    begins = np.cumsum([0, *lengths])
+    keys = [shard.windows.keys for shard in shards]
+    for rank, received in enumerate(exchanged(keys, own)):
+        rows = rows_of_keys(keys[rank], own[rank], received)
+        bounds = keys[rank].layout_k.cu_seqlens.tolist()
+        for slot, (document, start, stop) in enumerate(plan.pieces[rank]):
+            first = max(0, start - window + 1)
+            last = min(lengths[document], stop + window - 1)
+            expected = list(range(begins[document] + first, begins[document] + last))
+            assert rows[bounds[slot] : bounds[slot + 1]] == expected
+        places = shards[rank].windows.rows.tolist()
+        assert len(set(places)) == capacity, "each query has a row of its own"
+        real = capacity - plan.padding(rank)
+        assert [rows[place] for place in places[:real]] == own[rank][:real]
+        assert all(bounds[-1] <= place < len(rows) for place in places[real:]), "padding"
 
 
 @given(LENGTHS, st.integers(2, 16))

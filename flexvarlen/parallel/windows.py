@@ -1,0 +1,96 @@
+"""Sliding windows to both sides, over a row whose documents are cut.
+
+A piece and the tokens that its windows reach before and behind it are as a document by itself:
+other keys than the queries' own are aligned at the end (`layout_k`), which leaves no room for keys
+behind the last query. So the queries are put at their rows among the keys. The rows of the others
+are zeros, and what comes out there is dropped.
+
+Shapes: C = tokens of a rank, Tk = rows of keys, Hkv = num_kv_heads, D = head_dim.
+
+Imports: torch. Never transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.parallel.exchange import KeyExchange, Pieces
+from flexvarlen.parallel.gather_keys import gather_keys
+
+if TYPE_CHECKING:  # not available in a torch built without distributed
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class WindowExchange:
+    """What one rank sends, receives and attends to in layers with sliding windows.
+
+    Attributes:
+        keys: the pieces and what their windows reach; its `layout_k` is also that of the queries.
+        rows: int64 `[C]`, on the device of the tokens: where each of the rank's tokens is there.
+    """
+
+    keys: KeyExchange
+    rows: Tensor
+
+    @classmethod
+    def of(
+        cls, pieces: Pieces, tokens_per_rank: int, rank: int, *, capacity: int, window: int
+    ) -> WindowExchange | None:
+        """The exchange of one rank; None, on every rank, if no document of the row is cut.
+
+        Args:
+            pieces, tokens_per_rank, rank, capacity: as in `KeyExchange.of`.
+            window: a query sees the keys less than this many tokens away.
+        """
+        reach = window - 1
+        keys = KeyExchange.of(
+            pieces, tokens_per_rank, rank, capacity=capacity, causal=False, reach=reach
+        )
+        if keys is None:
+            return None
+        rows: list[int] = []
+        starts = keys.layout_k.cu_seqlens.tolist()
+        for (_, start, stop), row in zip(pieces[rank], starts, strict=False):
+            first = row + min(start, reach)
+            rows += range(first, first + stop - start)
+        padding = tokens_per_rank - len(rows)
+        rows += range(starts[-1], starts[-1] + padding)
+        return cls(keys, torch.tensor(rows, dtype=torch.int64, device="cpu"))
+
+    @property
+    def layout(self) -> PackedLayout:
+        """Of queries and keys."""
+        return self.keys.layout_k
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> WindowExchange:
+        """The same with `move` of the tensors on the device."""
+        return WindowExchange(self.keys.moved(move), move(self.rows))
+
+    def attend(
+        self,
+        q_CHD: Tensor,
+        k_CHD: Tensor,
+        v_CHD: Tensor,
+        attend: Callable[..., Any],
+        group: ProcessGroup | None,
+    ) -> Tensor:
+        """The output `[C, H, D]` of this rank's tokens.
+
+        Args:
+            q_CHD, k_CHD, v_CHD: of the rank's own tokens.
+            attend: q, k, v `[Tk, ...]` in the order of `layout` -> the output `[Tk, H, D]`.
+            group: the ranks; None: all.
+
+        No sync; traces under `fullgraph=True`.
+        """
+        k_KHD, v_KHD = gather_keys(k_CHD, v_CHD, self.keys, group)
+        q_KHD = q_CHD.new_zeros(len(k_KHD), *q_CHD.shape[1:]).index_copy(0, self.rows, q_CHD)
+        out_KHD: Tensor = attend(q_KHD, k_KHD, v_KHD)
+        return out_KHD.index_select(0, self.rows)
