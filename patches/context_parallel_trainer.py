@@ -27,7 +27,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
-from flexvarlen.patches.api import current_patch, patch_model
+from flexvarlen.patches.api import current_patch, patch_model, transformers_model
+from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.shard_collator import CHECKSUM, ShardCollator
 from flexvarlen.patches.state import BackendChoice
 
@@ -224,6 +225,7 @@ def why_not_shared(trainer: Any, ranks: int) -> str | None:
             args.train_sampling_strategy == "batch_rebalance"
         ),
         "a model without num_items_in_batch": not trainer.model_accepts_loss_kwargs,
+        "an encoder": not ModelParts.of(transformers_model(trainer.model)).causal,
         f"a compute_loss of {type(trainer).__name__}": not has_known_loss(trainer),
     }
     refused = [name for name, is_given in given.items() if is_given]

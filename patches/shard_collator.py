@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from flexvarlen.layout.labels import LABEL_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.parallel.shard import checksum, shard_batch
@@ -44,7 +45,7 @@ class ShardCollator:
     def packed_row(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch as one row with a layout, whose tokens are a multiple of the ranks."""
         tokens, layout = batch["input_ids"], batch.get("packed_layout")
-        if layout is not None and layout.segments is not None:
+        if layout is not None and (layout.segments is not None or LABEL_COUNTS in batch):
             raise NotImplementedError(
                 "context_parallel cuts no trees, got a TreeCollator's; use PackedCollator."
             )

@@ -203,11 +203,6 @@ def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
     """Rows that are sharded over ranks, where more than attention depends on the whole row."""
     if settings.sequence_parallel_group is None:
         return None
-    if parts.recurrent:
-        return (
-            "sequence_parallel_group is not supported with recurrent layers, whose state would "
-            "have to pass from rank to rank; leave it out."
-        )
     if getattr(parts.config, "output_router_logits", False):
         return ROUTER_LOGITS_OF_A_SHARD
     reason = None

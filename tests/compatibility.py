@@ -178,7 +178,8 @@ FEATURES = {
         for name in ("DDP", "FSDP2")
     },
     "row over ranks": Column(
-        {kind: f"{ON_RANKS}[{kind}]" for kind in ("dense", "windows", "encoder")},
+        {kind: f"{ON_RANKS}[{kind}]" for kind in ("dense", "windows", "encoder")}
+        | {"hybrid": f"{ON_RANKS}[trees_of_a_hybrid]"},
         RANKS,
     ),
     "generation": Column(

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
 
+# Columns of a tree: how many samples share each token, and how many of these learn its label.
+SAMPLE_COUNTS, LABEL_COUNTS = "sample_counts", "label_counts"
+
 
 def unpredicted_tokens(layout: PackedLayout) -> Tensor:
     """bool `[T]`: True at each document's first token and at all padding. No sync; traces.

@@ -11,5 +11,6 @@
 | `gather_keys.py` | the operator that moves them, and their gradients back |
 | `windows.py` | the same for sliding windows to both sides |
 | `sharded_layout.py` | the layout of the pieces that one rank holds |
+| `trees.py` | trees, which lie whole on a rank |
 | `ulysses.py` | attention over the row, each rank with a part of the heads |
 """

@@ -47,7 +47,7 @@ class RowPlan:
         return self.tokens_per_rank - sum(piece.tokens for piece in self.pieces[rank])
 
     def work(self) -> list[float]:
-        """Attention work of each rank: pairs of a query and a key, or half of them if not causal."""
+        """Attention work of each rank; see `attention_work`."""
         return attention_work(self.pieces, self.lengths, causal=self.causal)
 
     def order(self, first_tokens: Sequence[int] | None = None) -> NDArray[np.int64]:

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexvarlen.layout.labels import LABEL_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
+from flexvarlen.parallel.trees import own_trees
 
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
@@ -39,7 +41,8 @@ def shard_row(
 
     Args:
         batch: `packed_layout` over T tokens, with T a multiple of P; `input_ids` and other `[1, T]`
-            columns with one value per token (`labels`, `position_ids`); and numbers.
+            columns with one value per token (`labels`, `position_ids`); and numbers. Trees, as
+            `TreeCollator` makes them, lie whole on a rank, and the ranks exchange nothing.
         group: the ranks; None: all.
         method: "documents" gives a rank whole documents, and pieces of P - 1 at most, whose keys
             the ranks exchange in attention; "contiguous" gives it the next T/P tokens instead, for
@@ -55,8 +58,8 @@ def shard_row(
         `[1, T/P]`; `position_ids` count in the documents. If `labels` is given, there is also
         `num_items_in_batch` (unless given), an integer tensor: the row's number of unmasked labels;
         and with causal attention `shift_labels`, the label of each next token of the document
-        (which another rank may have) or those given, masked where there is none. Numbers are
-        returned unchanged.
+        (which another rank may have) or those given, masked where there is none. Of trees
+        `num_items_in_batch` is the sum of `label_counts`. Numbers are returned unchanged.
         `packed_layout` is that of the rank's own tokens; with "ulysses" that of the row.
 
     The losses of the ranks then sum to the mean loss over the whole row, and their gradients sum
@@ -64,8 +67,8 @@ def shard_row(
 
     Raises:
         ValueError: there is no layout, a tensor is not one row of T tokens, T is not a multiple of
-            P, the ranks hold different rows or documents (a collective compares them, so every rank
-            raises), or this process is not in the group.
+            P, trees do not fit, the ranks hold different rows or documents (a collective compares
+            them, so every rank raises), or this process is not in the group.
 
     Runs one collective. Syncs if tensors are on a device.
 
@@ -113,12 +116,16 @@ def shard_batch(
         names = ", ".join(map(repr, get_args(Method)))
         raise ValueError(f"method must be one of {names}, got {method!r}; choose one.")
     layout: PackedLayout = batch["packed_layout"]
-    if layout.segments is not None:
+    # Also where samples happen to share nothing, so that it does not depend on the batch.
+    are_trees = layout.segments is not None or LABEL_COUNTS in batch
+    if are_trees and method == "ulysses":
         raise NotImplementedError(
-            "shard_row does not cut trees, whose branches would end in other shards; pack each "
-            "path as a document."
+            "shard_row does not cut trees, whose branches would end in other shards, got method="
+            "'ulysses'; leave it out, and each rank gets whole ones."
         )
-    if method == "ulysses":
+    if are_trees:
+        here, own = own_trees(layout, _documents_of(layout), rank, ranks)
+    elif method == "ulysses":
         here, own = torch.arange(layout.total_tokens).view(ranks, -1)[rank], layout
     else:
         here, own = _own_documents(
@@ -135,6 +142,11 @@ def shard_batch(
 
     found = {name: x if _is_whole(x) else share(x) for name, x in batch.items()}
     found["packed_layout"] = own
+    if are_trees:  # whose positions the model makes
+        if LABEL_COUNTS in batch and "shift_labels" in batch:
+            is_learned = batch["shift_labels"] != ignore_index
+            found.setdefault("num_items_in_batch", (batch[LABEL_COUNTS] * is_learned).sum())
+        return found
     in_document = layout.position_ids() * layout.real_tokens()
     found.setdefault("position_ids", share(in_document[None]))
     if "labels" in batch:
@@ -167,12 +179,7 @@ def _own_documents(
     window: int | None,
 ) -> tuple[Tensor, PackedLayout]:
     """The tokens of the row that a rank has, int64 `[T/P]` on the host, and their layout."""
-    boundaries = layout.cu_seqlens_host
-    starts = (layout.cu_seqlens if boundaries is None else boundaries).tolist()
-    is_padding = [False] * (layout.total_tokens + 1)
-    if layout.padding is not None:
-        is_padding[: layout.total_tokens] = layout.padding.tolist()
-    documents = [pair for pair in pairwise(starts) if pair[0] < pair[1] and not is_padding[pair[0]]]
+    documents = _documents_of(layout)
     lengths = [stop - start for start, stop in documents]
     plan = plan_row(
         lengths,
@@ -192,6 +199,16 @@ def _own_documents(
         window=window,
     )
     return order.view(ranks, -1)[rank], own
+
+
+def _documents_of(layout: PackedLayout) -> list[tuple[int, int]]:
+    """The first token of each document that has tokens, and one past its last."""
+    boundaries = layout.cu_seqlens_host
+    starts = (layout.cu_seqlens if boundaries is None else boundaries).tolist()
+    is_padding = [False] * (layout.total_tokens + 1)
+    if layout.padding is not None:
+        is_padding[: layout.total_tokens] = layout.padding.tolist()
+    return [pair for pair in pairwise(starts) if pair[0] < pair[1] and not is_padding[pair[0]]]
 
 
 def _is_whole(x: Any) -> bool:
@@ -234,6 +251,8 @@ def _require_one_row(
         layout = batch["packed_layout"]
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
         tensors |= {"document_ids": layout.document_ids(), "real_tokens": layout.real_tokens()}
+        if layout.segments is not None:
+            tensors["segments"] = layout.segments.table
         mine = {name: checksum(x) for name, x in sorted(tensors.items())}
     others: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(others, mine, group=group)

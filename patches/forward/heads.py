@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 
-from flexvarlen.layout.labels import tree_loss
+from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS, tree_loss
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
 from flexvarlen.patches.forward.wrapper import has_fused_head_of_trl, is_wrapped
@@ -37,9 +37,6 @@ _NEED_A_PATCH = (
     MODEL_FOR_MULTIPLE_CHOICE_MAPPING,
 )
 """transformers' heads that must be patched if their base model is."""
-
-# Keywords beside a tree: how many samples share each token, and how many of these learn its label.
-SAMPLE_COUNTS, LABEL_COUNTS = "sample_counts", "label_counts"
 
 _LOSS = "_loss_function"  # the attribute in which a model stores a user's loss
 

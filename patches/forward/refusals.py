@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
+from flexvarlen.layout.labels import LABEL_COUNTS
+from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.unsupported_keywords import refuse_unread
-from flexvarlen.patches.forward.heads import HEAD, LABEL_COUNTS, HeadReference
+from flexvarlen.patches.forward.heads import HEAD, HeadReference
 from flexvarlen.patches.forward.inputs import ForwardInputs
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.models.heads import CAUSAL
@@ -148,7 +150,7 @@ def refuse_head_without_documents(forward: ForwardInputs) -> None:
         raise ValueError(KEPT_BY_HEAD)
 
 
-def refuse_beside_tree(forward: ForwardInputs) -> None:
+def refuse_beside_tree(forward: ForwardInputs, layout: PackedLayout) -> None:
     """Refuse what has no meaning for tokens that stand for several samples.
 
     Raises:
@@ -185,7 +187,9 @@ def refuse_beside_tree(forward: ForwardInputs) -> None:
             "and no cache."
         )
     beside = {
-        "sequence_parallel_group": forward.group is not None,
+        "sequence_parallel_group, unless fv.shard_row made it": (
+            forward.group is not None and layout.shard is None
+        ),
         "images": forward.has_images,
         "a head that pools documents": forward.parts.head not in ("", *CAUSAL),
     }

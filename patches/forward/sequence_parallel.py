@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flexvarlen.layout.labels import tree_loss
+from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS, tree_loss
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.ulysses import shard_tokens
 from flexvarlen.patches.forward.heads import user_loss
@@ -78,7 +78,13 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
     _check_layout(layout, batch, row_tokens, tokens.device, group)
     _check_attention(layout, forward.parts)
     _check_pooling(layout, forward)
-    for name in ("position_ids", "labels", "shift_labels"):
+    if forward.parts.recurrent and (layout.shard is None or not layout.shard.whole):
+        raise NotImplementedError(
+            "a model with recurrent layers must get whole documents on each rank, as trees lie, "
+            "whose states would have to pass from rank to rank, got pieces; leave "
+            "sequence_parallel_group out."
+        )
+    for name in ("position_ids", "labels", "shift_labels", LABEL_COUNTS, SAMPLE_COUNTS):
         given = inputs.get(name)
         if given is not None and given.shape != (1, row_tokens):
             raise ValueError(
@@ -89,7 +95,13 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
         _check_loss(forward)
     if forward.returns_router_logits:
         raise NotImplementedError(ROUTER_LOGITS_OF_A_SHARD)
-    _set_positions(layout, forward)
+    if layout.segments is None and inputs.get(LABEL_COUNTS) is None:
+        _set_positions(layout, forward)
+    elif inputs.get(LABEL_COUNTS) is not None and inputs.get("num_items_in_batch") is None:
+        raise ValueError(
+            "label_counts of a shard must come with num_items_in_batch, the labels of the whole "
+            "row, got none; call fv.shard_row, which counts them."
+        )
 
 
 def _set_positions(layout: PackedLayout, forward: ForwardInputs) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.boundaries import raise_or_assert
-from flexvarlen.layout.labels import unpredicted_tokens
+from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS, unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.context import PackedForward, Unpacked
 from flexvarlen.patches.batch.labels import mask_labels
@@ -30,8 +30,6 @@ from flexvarlen.patches.batch.positions import (
 from flexvarlen.patches.batch.unpacked_rows import check_one_document, one_document_per_row
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
 from flexvarlen.patches.forward.heads import (
-    LABEL_COUNTS,
-    SAMPLE_COUNTS,
     balance_loss,
     check_document_labels,
     take_loss,
@@ -226,7 +224,7 @@ def refuse_beside_documents(forward: ForwardInputs, layout: PackedLayout) -> Non
     # Also where samples happen to share nothing, so that it does not depend on the batch.
     has_trees = layout.segments is not None or forward.inputs.get(LABEL_COUNTS) is not None
     if has_trees and forward.padded is None:
-        refuse_beside_tree(forward)
+        refuse_beside_tree(forward, layout)
 
 
 def set_positions(forward: ForwardInputs, layout: PackedLayout) -> None:

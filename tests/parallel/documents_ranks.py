@@ -139,6 +139,21 @@ def batch_of(lengths: tuple[int, ...]) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids.clone(), "packed_layout": layout}
 
 
+TREES = fv.TreeCollator(total_tokens=TOKENS, capacity=32, max_seqlen_bound=64, max_depth=3)
+
+
+def tree_samples(seed: int) -> list[dict[str, list[int]]]:
+    """Five prompts with answers; no tree is longer than a quarter of the row."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for prompt, answers in ((9, (4, 7, 2)), (5, (6, 6)), (12, (0,)), (3, (10, 1, 5, 8)), (7, (3,))):
+        sizes = [prompt, *answers]
+        ids = torch.randint(3, VOCABULARY, (sum(sizes),), generator=generator).split(sizes)
+        of_prompt = [torch.cat([ids[0], answer]).tolist() for answer in ids[1:]]
+        samples += [{"input_ids": x, "labels": [-100, -100, *x[2:]]} for x in of_prompt]
+    return samples
+
+
 @dataclass(frozen=True)
 class Model:
     """A model of `kind` trained for one step on this number of ranks."""
@@ -163,6 +178,8 @@ class Model:
         return fv.patch_model(model, self.backend, **arguments)
 
     def batch(self) -> dict[str, Any]:
+        if self.row == "trees":
+            return TREES(tree_samples(1))
         batch = batch_of(ROWS[self.row])
         if self.attention:  # an encoder, which learns some tokens, the first of a document too
             batch["labels"][:, 1::3] = -100
@@ -171,7 +188,9 @@ class Model:
     def share(self, group: Any) -> dict[str, Any]:
         """Logits, loss and gradients of this rank; twice, to be bitwise equal."""
         model = self.new(sequence_parallel_group=group, deterministic=True)
-        shard = fv.shard_row(self.batch(), group, **self.attention)
+        numbered = self.batch() | {"tokens": torch.arange(TOKENS)[None]}
+        shard = fv.shard_row(numbered, group, **self.attention)
+        here = shard.pop("tokens")[0]
         found = []
         for _ in range(2):
             out = model(**shard)
@@ -181,7 +200,6 @@ class Model:
             found.append({"logits": out.logits.detach()[0], "loss": out.loss.detach(), **gradients})
         first, second = found
         same = all(first[name].equal(second[name]) for name in first)
-        here, _ = shard_of(ROWS[self.row], group, causal=self.attention.get("causal", True))
         return {"found": first, "tokens": here, "same_bits": same}
 
 
@@ -199,19 +217,22 @@ MODELS = (
     Model("encoder", "modernbert", 4, "mixed", attention=MODERNBERT),
     Model("encoder_with_a_table", "bert", 2, "one", attention={"causal": False}),
     Model("encoder_without_position_0", "roberta", 3, "long", attention={"causal": False}),
+    Model("trees", "qwen3_windows", 4, "trees", checkpointing=True),
+    Model("trees_of_a_hybrid", "qwen3_5_text", 3, "trees"),
+    Model("trees_of_experts", "mixtral", 2, "trees"),
 )
 
 
-def graphs(kind: str, group: Any, **attention: Any) -> dict[str, Any]:
+def graphs(kind: str, group: Any, rows: list[dict[str, Any]], **attention: Any) -> dict[str, Any]:
     """How often a model is compiled for rows of equal bounds, and whether its losses are right."""
     torch._dynamo.reset()
     counters.clear()
     changes = {} if attention else {"num_hidden_layers": 1}
-    eager = Model("compiled", kind, 2, "long", changes).new(sequence_parallel_group=group)
+    eager = Model("compiled", kind, 2, "", changes).new(sequence_parallel_group=group)
     called = torch.compile(eager, fullgraph=True, backend="aot_eager")
     errors = []
-    for lengths in ((100, 1, 19), (98, 3, 19), (101, 2, 17)):
-        shard = fv.shard_row(batch_of(lengths), group, **attention)
+    for row in rows:
+        shard = fv.shard_row(row, group, **attention)
         loss = called(**shard).loss
         loss.backward()
         errors.append(float((loss - eager(**shard).loss).abs()))
@@ -246,8 +267,12 @@ REFUSED = {
     "another's shard": "packed_layout must be the shard of rank",
     "cache": "use_cache must be left out under sequence_parallel_group",
     "labels not shifted": "labels of a shard must come with shift_labels",
-    "tree": "shard_row does not cut trees",
-    "method": "method must be 'documents' or 'ulysses'",
+    "tree by heads": "shard_row does not cut trees",
+    "tree too long": "each tree must lie whole on one of the 2 ranks, of 60 tokens each, got one",
+    "row of trees": "a packed_layout of trees is not supported with sequence_parallel_group",
+    "labels of this rank": "label_counts of a shard must come with num_items_in_batch",
+    "hybrid": "a model with recurrent layers must get",
+    "method": "method must be one of 'documents', 'contiguous', 'ulysses'",
 }
 
 
@@ -267,6 +292,10 @@ def refused(group: Any) -> dict[str, str]:
         fv.patch_model(each, sequence_parallel_group=group) for each in (bert, modernbert, *of_bert)
     )
     tree = fv.PackedLayout.from_tree([60, 30, 30], parents=[-1, 0, 0])
+    trees = TREES(tree_samples(0))
+    uncounted = fv.shard_row(trees, group)
+    del uncounted["num_items_in_batch"]
+    hybrid = fv.patch_model(new_model("qwen3_5_text"), sequence_parallel_group=group)
 
     def attend(layout: Any, **options: Any) -> None:
         documents_attention(x, x, x, layout, group=group, **options)
@@ -287,7 +316,11 @@ def refused(group: Any) -> dict[str, str]:
         "another's shard": lambda: model(ids, packed_layout=others),
         "cache": lambda: model(ids, packed_layout=own, use_cache=True),
         "labels not shifted": lambda: model(ids, packed_layout=own, labels=ids),
-        "tree": lambda: fv.shard_row(batch | {"packed_layout": tree}, group),
+        "tree by heads": lambda: fv.shard_row(trees, group, method="ulysses"),
+        "tree too long": lambda: fv.shard_row({"packed_layout": tree}, group),
+        "row of trees": lambda: model(ids, packed_layout=tree),
+        "labels of this rank": lambda: model(**uncounted),
+        "hybrid": lambda: hybrid(**shard),
         "method": lambda: fv.shard_row(batch, group, method="tokens"),
     }
     return sentences(calls)
@@ -306,8 +339,11 @@ def run(rank: int, folder: str) -> None:
             cases = [case for case in (*CALLS, *MODELS) if case.ranks == ranks]
             found |= {case.name: case.share(group) for case in cases}
             if ranks == 2:
-                found["graphs"] = graphs("llama", group)
-                found["graphs_of_encoder"] = graphs("modernbert", group, **MODERNBERT)
+                rows = list(map(batch_of, ((100, 1, 19), (98, 3, 19), (101, 2, 17))))
+                trees = [TREES(tree_samples(seed)[seed:]) for seed in range(3)]
+                found["graphs"] = graphs("llama", group, rows)
+                found["graphs_of_encoder"] = graphs("modernbert", group, rows, **MODERNBERT)
+                found["graphs_of_trees"] = graphs("llama", group, trees)
                 found["refused"] = refused(group)
                 found["rounded_once"] = rounded_once(group)
     torch.save(found, Path(folder) / f"{rank}.pt")

@@ -91,7 +91,7 @@ def test_gradients_are_added_in_fp32(shares):
     assert shares[2][0]["rounded_once"].unique().tolist() == [258]
 
 
-@pytest.mark.parametrize("name", ["graphs", "graphs_of_encoder"])
+@pytest.mark.parametrize("name", ["graphs", "graphs_of_encoder", "graphs_of_trees"])
 def test_one_graph_for_rows_of_equal_bounds(shares, name):
     for share in shares[2]:
         assert share[name]["count"] == 1
