@@ -240,10 +240,10 @@ MUTATIONS = (
         DOCUMENTS,
     ),
     Mutation(
-        "parallel: bidirectional work is that of the longest documents first",
-        "flexvarlen/parallel/bidirectional_pieces.py",
-        "key=lambda middle: abs(missing(middle))",
-        "key=lambda middle: middle",
+        "parallel: bidirectional work of what is left of a document is counted as causal",
+        "flexvarlen/parallel/fill_ranks.py",
+        "density = (low + high if self.causal else length) / 2",
+        "density = (low + high) / 2",
         "tests/parallel/test_plan.py",
     ),
     Mutation(
