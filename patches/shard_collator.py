@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from flexvarlen.layout.labels import LABEL_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.collator import PackedCollator
-from flexvarlen.parallel.shard import checksum, shard_batch
+from flexvarlen.parallel.shard import Method, checksum, shard_batch
 
 CHECKSUM = "row_checksum"
 """The column of the whole row's checksum, by which the ranks compare their rows."""
@@ -30,6 +30,7 @@ class ShardCollator:
     rank: int
     ranks: int
     pad_token_id: int
+    method: Method = "documents"
 
     @property
     def data_collator(self) -> Any:
@@ -40,7 +41,8 @@ class ShardCollator:
         """Collate, and shard."""
         row = self.packed_row(self.collate(features))
         found = checksum(row["input_ids"], row["labels"], row["packed_layout"].cu_seqlens)
-        return shard_batch(row, self.rank, self.ranks) | {CHECKSUM: torch.tensor(found)}
+        shard = shard_batch(row, self.rank, self.ranks, method=self.method)
+        return shard | {CHECKSUM: torch.tensor(found)}
 
     def packed_row(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch as one row with a layout, whose tokens are a multiple of the ranks."""

@@ -33,7 +33,6 @@ class RowShard:
         window: the widest that layers whose attention is not causal may have.
         windows: what the ranks exchange in these layers; None without a window, or if no document
             of the row is cut.
-        whole: whether documents are never cut, as those that are trees.
     """
 
     rank: int
@@ -44,7 +43,6 @@ class RowShard:
     hops: Tensor | None = None
     window: int | None = None
     windows: WindowExchange | None = None
-    whole: bool = False
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> RowShard:
         """The same with `move` of the tensors on the device."""

@@ -54,7 +54,8 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
         ValueError: documents are given by anything but the layout; the layout does not cover P such
             shards, or is for another kind of attention; other tensors are not those of the shard;
             labels lack the next shard's first one; or a loss is a mean over this rank only, also in
-            a user's loss function.
+            a user's loss function; or a model with recurrent layers gets pieces of documents in
+            another order.
         NotImplementedError: an auxiliary loss, or that of a head with one label for a document.
 
     Reads shapes only. That all ranks hold the same layout is checked by `shard_row`, not here.
@@ -78,12 +79,6 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
     _check_layout(layout, batch, row_tokens, tokens.device, group)
     _check_attention(layout, forward.parts)
     _check_pooling(layout, forward)
-    if forward.parts.recurrent and (layout.shard is None or not layout.shard.whole):
-        raise NotImplementedError(
-            "a model with recurrent layers must get whole documents on each rank, as trees lie, "
-            "whose states would have to pass from rank to rank, got pieces; leave "
-            "sequence_parallel_group out."
-        )
     for name in ("position_ids", "labels", "shift_labels", LABEL_COUNTS, SAMPLE_COUNTS):
         given = inputs.get(name)
         if given is not None and given.shape != (1, row_tokens):
@@ -151,11 +146,18 @@ def _check_layout(
 
 
 def _check_attention(layout: PackedLayout, parts: ModelParts) -> None:
-    """Raise unless the shard was made for the model's kinds of attention."""
-    if layout.shard is None:
+    """Raise unless the shard was made for the model's kinds of layers."""
+    shard = layout.shard
+    in_order = shard is not None and (shard.exchange is None or shard.hops is not None)
+    if parts.recurrent and not in_order:
+        raise ValueError(
+            "a model with recurrent layers must get the next tokens of the row on each rank, got "
+            'another shard; call fv.shard_row(batch, group, method="contiguous").'
+        )
+    if shard is None:
         return
     for kind in parts.kinds:
-        why = layout.shard.why_not(causal=kind.causal, window=kind.window)
+        why = shard.why_not(causal=kind.causal, window=kind.window)
         if why is not None:
             raise ValueError(why)
 

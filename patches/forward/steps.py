@@ -330,7 +330,12 @@ def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pac
     grads = torch.is_grad_enabled()
     recurrent = None
     if parts.recurrent:
-        recurrent = RecurrentDocuments(layout, for_any_row=is_compiled_by_layer(tower))
+        group = patch.sequence_parallel_group
+        recurrent = RecurrentDocuments(
+            layout,
+            group="" if group is None else group.group_name,
+            for_any_row=is_compiled_by_layer(tower),
+        )
     packed = PackedForward(
         layout,
         patch.backend,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertForSequenceClassification, BertModel
 
@@ -18,6 +20,7 @@ from flexvarlen.parallel.documents import documents_attention
 from flexvarlen.parallel.exchange import KeyExchange
 from flexvarlen.parallel.gather_keys import gather_keys
 from flexvarlen.parallel.plan import plan_row
+from flexvarlen.parallel.shard import Method
 from flexvarlen.parallel.sharded_layout import sharded_layout
 from tests.parallel.sharded_models import sentences
 from tests.tiny_models import VOCABULARY, new_model
@@ -32,6 +35,8 @@ ROWS = {
     "one": (120,),
     "first": (80, 12, 4, 24),  # all tokens of the first of two ranks are sent
     "short": (1,) * 60,  # each whole on a rank, however many
+    "edge": (59, 30, 31),  # of the second document the first of two ranks has a token
+    "padded": (50, 30),  # the last of four ranks has padding alone
 }
 
 
@@ -156,7 +161,11 @@ def tree_samples(seed: int) -> list[dict[str, list[int]]]:
 
 @dataclass(frozen=True)
 class Model:
-    """A model of `kind` trained for one step on this number of ranks."""
+    """A model of `kind` trained for one step on this number of ranks.
+
+    Attributes:
+        ddp: whether DDP adds up the gradients; after its first step it does so in another order.
+    """
 
     name: str
     kind: str
@@ -166,7 +175,9 @@ class Model:
     backend: str = "sdpa"
     checkpointing: bool = False
     attention: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `shard_row`."""
+    """Arguments of `shard_row`, of an encoder."""
+    method: Method = "documents"
+    ddp: bool = False
 
     def new(self, **arguments: Any):
         model = new_model(self.kind, **self.changes).train()
@@ -187,19 +198,21 @@ class Model:
 
     def share(self, group: Any) -> dict[str, Any]:
         """Logits, loss and gradients of this rank; twice, to be bitwise equal."""
-        model = self.new(sequence_parallel_group=group, deterministic=True)
+        model = called = self.new(sequence_parallel_group=group, deterministic=True)
+        if self.ddp:  # whose mean over the ranks is a part of the sum
+            called = DistributedDataParallel(model, process_group=group)
         numbered = self.batch() | {"tokens": torch.arange(TOKENS)[None]}
-        shard = fv.shard_row(numbered, group, **self.attention)
+        shard = fv.shard_row(numbered, group, method=self.method, **self.attention)
         here = shard.pop("tokens")[0]
         found = []
         for _ in range(2):
-            out = model(**shard)
+            out = called(**shard)
             model.zero_grad()
             out.loss.backward()
             gradients = {name: x.grad for name, x in model.named_parameters()}
             found.append({"logits": out.logits.detach()[0], "loss": out.loss.detach(), **gradients})
         first, second = found
-        same = all(first[name].equal(second[name]) for name in first)
+        same = self.ddp or all(first[name].equal(second[name]) for name in first)
         return {"found": first, "tokens": here, "same_bits": same}
 
 
@@ -223,16 +236,47 @@ MODELS = (
 )
 
 
-def graphs(kind: str, group: Any, rows: list[dict[str, Any]], **attention: Any) -> dict[str, Any]:
+def hybrid(kind: str, ranks: int, row: str, **arguments: Any) -> Model:
+    return Model(kind, kind, ranks, row, method="contiguous", **arguments)
+
+
+HYBRIDS = (
+    hybrid("qwen3_5_text", 2, "edge", checkpointing=True),
+    hybrid("qwen3_5_moe_text", 2, "mixed"),
+    hybrid("qwen3_next", 3, "one"),
+    hybrid("olmo_hybrid", 4, "padded", checkpointing=True),
+    hybrid("kimi_linear", 4, "padded", ddp=True),
+    hybrid("mamba2", 4, "long"),
+    hybrid("bamba", 3, "edge", checkpointing=True, ddp=True),
+    hybrid("granitemoehybrid", 2, "long"),
+    hybrid("falcon_h1", 2, "one"),
+    hybrid("nemotron_h", 4, "mixed"),
+    hybrid("lfm2", 8, "mixed", checkpointing=True),
+    hybrid("lfm2_moe", 3, "mixed"),
+)
+
+
+EQUAL_BOUNDS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "documents": ((100, 1, 19), (98, 3, 19), (101, 2, 17)),
+    "contiguous": ((100, 1, 19), (1, 100, 1, 18)),  # another last slot on the first rank
+}
+LAYERS: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 1},
+    "lfm2": {"num_hidden_layers": 1, "layer_types": ["conv"]},
+    "modernbert": {},
+}
+
+
+def graphs(group: Any, kind: str, rows: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
     """How often a model is compiled for rows of equal bounds, and whether its losses are right."""
     torch._dynamo.reset()
     counters.clear()
-    changes = {} if attention else {"num_hidden_layers": 1}
-    eager = Model("compiled", kind, 2, "", changes).new(sequence_parallel_group=group)
+    model = Model("compiled", kind, 2, "", LAYERS[kind])
+    eager = model.new(sequence_parallel_group=group)
     called = torch.compile(eager, fullgraph=True, backend="aot_eager")
     errors = []
     for row in rows:
-        shard = fv.shard_row(row, group, **attention)
+        shard = fv.shard_row(row, group, **options)
         loss = called(**shard).loss
         loss.backward()
         errors.append(float((loss - eager(**shard).loss).abs()))
@@ -271,8 +315,9 @@ REFUSED = {
     "tree too long": "each tree must lie whole on one of the 2 ranks, of 60 tokens each, got one",
     "row of trees": "a packed_layout of trees is not supported with sequence_parallel_group",
     "labels of this rank": "label_counts of a shard must come with num_items_in_batch",
-    "hybrid": "a model with recurrent layers must get",
     "method": "method must be one of 'documents', 'contiguous', 'ulysses'",
+    "hybrid by documents": "a model with recurrent layers must get the next tokens of the row",
+    "hybrid by heads": "a model with recurrent layers must get the next tokens of the row",
 }
 
 
@@ -283,6 +328,8 @@ def refused(group: Any) -> dict[str, str]:
     own, x = shard["packed_layout"], torch.randn(TOKENS // 2, 2, 16)
     model, alone = new_model("llama"), fv.patch_model(new_model("llama"))
     fv.patch_model(model, sequence_parallel_group=group)
+    mixing = fv.patch_model(new_model("lfm2"), sequence_parallel_group=group)
+    by_heads = fv.shard_row(batch, group, method="ulysses")
     plan = plan_row(ROWS["long"], 2, total_tokens=TOKENS)
     ids, others = shard["input_ids"], sharded_layout(plan.pieces, TOKENS // 2, 1 - rank)
     both_ways = fv.shard_row(batch, group, causal=False)["packed_layout"]
@@ -295,7 +342,6 @@ def refused(group: Any) -> dict[str, str]:
     trees = TREES(tree_samples(0))
     uncounted = fv.shard_row(trees, group)
     del uncounted["num_items_in_batch"]
-    hybrid = fv.patch_model(new_model("qwen3_5_text"), sequence_parallel_group=group)
 
     def attend(layout: Any, **options: Any) -> None:
         documents_attention(x, x, x, layout, group=group, **options)
@@ -320,8 +366,9 @@ def refused(group: Any) -> dict[str, str]:
         "tree too long": lambda: fv.shard_row({"packed_layout": tree}, group),
         "row of trees": lambda: model(ids, packed_layout=tree),
         "labels of this rank": lambda: model(**uncounted),
-        "hybrid": lambda: hybrid(**shard),
         "method": lambda: fv.shard_row(batch, group, method="tokens"),
+        "hybrid by documents": lambda: mixing(**shard),
+        "hybrid by heads": lambda: mixing(**by_heads),
     }
     return sentences(calls)
 
@@ -336,15 +383,18 @@ def run(rank: int, folder: str) -> None:
     for ranks, members in GROUPS.items():
         group = dist.new_group(members)
         if rank in members:
-            cases = [case for case in (*CALLS, *MODELS) if case.ranks == ranks]
+            cases = [case for case in (*CALLS, *MODELS, *HYBRIDS) if case.ranks == ranks]
             found |= {case.name: case.share(group) for case in cases}
             if ranks == 2:
-                rows = list(map(batch_of, ((100, 1, 19), (98, 3, 19), (101, 2, 17))))
+                documents, contiguous = (list(map(batch_of, x)) for x in EQUAL_BOUNDS.values())
                 trees = [TREES(tree_samples(seed)[seed:]) for seed in range(3)]
-                found["graphs"] = graphs("llama", group, rows)
-                found["graphs_of_encoder"] = graphs("modernbert", group, rows, **MODERNBERT)
-                found["graphs_of_trees"] = graphs("llama", group, trees)
+                found["graphs"] = {
+                    "documents": graphs(group, "llama", documents),
+                    "contiguous": graphs(group, "lfm2", contiguous, method="contiguous"),
+                    "encoder": graphs(group, "modernbert", documents, **MODERNBERT),
+                    "trees": graphs(group, "llama", trees),
+                }
                 found["refused"] = refused(group)
                 found["rounded_once"] = rounded_once(group)
     torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    os._exit(0)  # without destructors, as in two_processes.py

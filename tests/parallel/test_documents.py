@@ -12,6 +12,7 @@ import flexvarlen as fv
 from tests.parallel.documents_ranks import (
     CALLS,
     GROUPS,
+    HYBRIDS,
     MODELS,
     REFUSED,
     ROWS,
@@ -65,7 +66,7 @@ def test_nothing_travels_unless_a_document_is_cut(shares):
     assert set.union(*counts.values()) == {2}
 
 
-@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*MODELS, *HYBRIDS], ids=lambda case: case.name)
 def test_a_model_trains_as_on_the_whole_row(shares, case):
     """Logits, loss and all gradients, and the same bits in a second step."""
     model = case.new()
@@ -91,11 +92,11 @@ def test_gradients_are_added_in_fp32(shares):
     assert shares[2][0]["rounded_once"].unique().tolist() == [258]
 
 
-@pytest.mark.parametrize("name", ["graphs", "graphs_of_encoder", "graphs_of_trees"])
+@pytest.mark.parametrize("name", ["documents", "contiguous", "encoder", "trees"])
 def test_one_graph_for_rows_of_equal_bounds(shares, name):
     for share in shares[2]:
-        assert share[name]["count"] == 1
-        assert max(share[name]["errors"]) < 1e-6
+        assert share["graphs"][name]["count"] == 1
+        assert max(share["graphs"][name]["errors"]) < 1e-6
 
 
 def test_what_a_shard_cannot_honour_is_a_sentence(shares):

@@ -50,7 +50,7 @@ def test_each_rank_has_whole_trees(trees, ranks, padding):
     expected = [path.tolist() for path in row["packed_layout"].unfold(row["input_ids"])]
     assert sorted(filter(None, paths)) == sorted(filter(None, expected))
     sizes = {
-        (x.total_tokens, x.capacity, x.max_seqlen_bound, x.segments.max_depth, x.shard.whole)
+        (x.total_tokens, x.capacity, x.max_seqlen_bound, x.segments.max_depth, x.shard.ranks)
         for x in (shard["packed_layout"] for shard in shards)
     }
     assert len(sizes) == 1
@@ -74,7 +74,7 @@ def test_samples_that_share_nothing_are_not_cut_either():
     layouts = [shard_batch(row, rank, 2)["packed_layout"] for rank in range(2)]
     assert row["packed_layout"].segments is None
     assert [layout.lengths for layout in layouts] == [(5,), (3, 3)]
-    assert all(layout.shard.whole for layout in layouts)
+    assert all(layout.shard.exchange is None for layout in layouts)
 
 
 def test_a_tighter_placement_is_found_where_even_work_leaves_no_room():
