@@ -206,7 +206,7 @@ def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
     if getattr(parts.config, "output_router_logits", False):
         return ROUTER_LOGITS_OF_A_SHARD
     reason = None
-    if parts.text_name or parts.has_axes:
+    if parts.text_name:
         reason = "takes images, whose tokens cannot be sharded"
     elif parts.has_longrope:
         reason = "has rope_type 'longrope', whose frequencies depend on whole documents"

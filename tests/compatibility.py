@@ -179,7 +179,7 @@ FEATURES = {
     },
     "row over ranks": Column(
         {kind: f"{ON_RANKS}[{kind}]" for kind in ("dense", "windows", "encoder")}
-        | {"hybrid": f"{ON_RANKS}[trees_of_a_hybrid]"},
+        | {"hybrid": f"{ON_RANKS}[qwen3_5_text]"},
         RANKS,
     ),
     "generation": Column(

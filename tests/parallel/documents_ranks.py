@@ -240,8 +240,16 @@ def hybrid(kind: str, ranks: int, row: str, **arguments: Any) -> Model:
     return Model(kind, kind, ranks, row, method="contiguous", **arguments)
 
 
+OF_QWEN = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],  # as its checkpoints have it, for images
+    }
+}
 HYBRIDS = (
-    hybrid("qwen3_5_text", 2, "edge", checkpointing=True),
+    hybrid("qwen3_5_text", 2, "edge", changes=OF_QWEN, checkpointing=True),
     hybrid("qwen3_5_moe_text", 2, "mixed"),
     hybrid("qwen3_next", 3, "one"),
     hybrid("olmo_hybrid", 4, "padded", checkpointing=True),
