@@ -116,7 +116,12 @@ class SequenceCase(RanksCase, GeometryCase):
 
     @property
     def name(self) -> str:
-        return f"sequence-{self.ranks}-{self.row}"
+        return f"sequence-{self.ranks}-{self.row}{'-hybrid' * self.hybrid}"
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return self.geometry.startswith("qwen3.5")
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,7 @@ class ScalingRanks(Suite[LaunchedCase]):
         training, attention, sequence = TrainingCase(), AttentionCase(), SequenceCase()
         one: dict[str, Any] = {"tokens": 131_072, "mean_doc": 131_072}
         row: dict[str, Any] = {"document": 65_536, "layers": 14}
+        hybrid: dict[str, Any] = {"geometry": "qwen3.5-2b", "layers": 12, "document": 65_536}
         shared = SharedTrainerCase()
         if options.quick:
             tiny: dict[str, Any] = {"dtype": "float32", "backend": "sdpa"}
@@ -169,6 +175,7 @@ class ScalingRanks(Suite[LaunchedCase]):
             sequence = replace(sequence, **model, document=160, steps=2)
             shared = replace(shared, **model, steps=2)
             one, row = {"mean_doc": 256}, {}
+            hybrid = {"geometry": "qwen3.5-tiny"}
         several = [ranks for ranks in RANKS if 1 < ranks <= (2 if options.quick else 4)]
         return [
             training,
@@ -189,10 +196,11 @@ class ScalingRanks(Suite[LaunchedCase]):
                 for ranks in several
                 for kind in ("cut", "whole")
             ),
+            *(replace(sequence, ranks=ranks, row="cut", **hybrid) for ranks in several),
         ]
 
     def variants(self, case: LaunchedCase, options: Options) -> Sequence[str]:
-        compared = not isinstance(case, SequenceCase) or case.row == "cut"
+        compared = not isinstance(case, SequenceCase) or (case.row == "cut" and not case.hybrid)
         return case.kinds if compared else case.kinds[:1]
 
     def measure(self, case: LaunchedCase, variants: Sequence[str], options: Options) -> Findings:

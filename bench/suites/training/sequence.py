@@ -49,7 +49,9 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
     first = first_step_alone(lambda: case.new_causal_lm(device), row, dtype=case.torch_dtype)
     model = patched_model(case, device, sequence_parallel_group=dist.group.WORLD)
     wrapped = data_parallel(model, device)
-    method: Method = "ulysses" if variant == "sequence-ulysses" else "documents"
+    method: Method = "contiguous" if case.hybrid else "documents"
+    if variant == "sequence-ulysses":
+        method = "ulysses"
     loss = _step(wrapped, _shard(row, method, device))
     measures, reason = check_first_step(first, model, float(loss))
     reasons: list[str | None] = [None] * case.ranks
@@ -64,7 +66,9 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
     model.zero_grad(set_to_none=True)
     del wrapped
     lengths = list(map(len, documents))
-    plan = plan_row(lengths, case.ranks, total_tokens=case.document)
+    plan = plan_row(
+        lengths, case.ranks, total_tokens=case.document, contiguous=method == "contiguous"
+    )
     measures |= {
         "documents": len(lengths),
         "longest_document": max(lengths),
@@ -73,7 +77,7 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
     row = send_to_device(pack(case.document, [documents])(documents), device)
     whole = shard_batch(row, rank=0, ranks=1, method="ulysses")
     shard = _shard(documents, method, device)
-    if method == "documents":
+    if method != "ulysses":
         measures["exchanged_tokens"] = _exchanged_tokens(shard["packed_layout"])
     return "ok", None, measures | _against_one(case, model, whole, shard, device)
 
