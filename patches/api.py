@@ -98,7 +98,8 @@ def patch_model(
             tokens; default: 1,024 in a compiled model, else 1.
         share_prefixes: with `unpad`, compute what rows have in common at their beginnings once.
         sequence_parallel_group: ranks that share each row. They call the model together, each with
-            what `shard_row(batch, group)` returns.
+            what `shard_row(batch, group)` returns; with recurrent layers it takes
+            `method="contiguous"`.
         verify: check the patched model on a small random batch, as `verify_isolation` does; a kind
             of model that passed is not checked again in the same process.
 

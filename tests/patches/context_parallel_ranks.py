@@ -52,6 +52,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # the processes that share a ro
     "streamed": (2, {"max_steps": 3, **UNDISPATCHED}),
     "sft_packing_lora": (2, {"packing": True, "max_length": TOKENS, **EVALUATED}),
     "fsdp2": (2, {"max_steps": 2}),
+    "hybrid": (4, {"max_steps": 2}),
     "sft_padding_free": (4, {"padding_free": True, "max_length": None, **TWICE, **EVALUATED}),
 }
 
@@ -91,6 +92,8 @@ def trainer_of(run: str, folder: str, *, alone: bool = False, **changes: Any) ->
     sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
     given = settings(folder, **COMMON | sizes | given | changes)
     model, more = new_model("qwen3", num_attention_heads=8), parts_of(run)
+    if run == "hybrid":
+        model = new_model("qwen3_5_text")
     if alone:
         fv.patch_model(model, "sdpa")
     elif run == "flattened":  # as Liger does it, without logits
