@@ -3,7 +3,7 @@
 | module | holds |
 |---|---|
 | `plan.py` | which tokens lie on which rank |
-| `pieces.py` | pieces of documents, if none need be cut |
+| `pieces.py` | pieces of documents: whole ones, and the row as it is |
 | `fill_ranks.py` | how documents are cut for even work |
 | `shard.py` | `shard_row` gives each rank its part of the row |
 | `documents.py` | attention over the row, each rank with its own tokens and all heads |
