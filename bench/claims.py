@@ -132,21 +132,6 @@ CLAIMS = (
     ),
     *(
         Claim(
-            what,
-            *(ratio, gpu, SKILL),
-            suite="scaling",
-            slow="standard",
-            fast=fast,
-            case={"tokens": 8192, "dtype": dtype},
-        )
-        for what, ratio, gpu, fast, dtype in (
-            ("FA2 over standard attention", 3.2, "H100", "fixed:fa2", "bfloat16"),
-            ("FA3 in FP16 over standard attention", 5.6, "H100", "fixed:fa3", "float16"),
-            ("FA2 over standard attention", 3.3, "A100", "fixed:fa2", "bfloat16"),
-        )
-    ),
-    *(
-        Claim(
             f"varlen over padded SDPA, {part}, {said}",
             *(1.98, "H100", TORCH_PULL),
             suite="padding",
@@ -161,16 +146,6 @@ CLAIMS = (
             # Without a mask it attends to pads: the same call is timed on full rows.
             ("without a mask", "padded:unmasked", {"documents": "full-length"}),
         )
-    ),
-    Claim(
-        "SDPA's time over FA2's, both passes",
-        *(1.06, "", "no source was found"),
-        suite="sdpa-backends",
-        slow="sdpa:default",
-        fast="fixed:fa2",
-        case={"head_dim": (64, 128)},
-        passes=BOTH,
-        holds=within,
     ),
 )
 

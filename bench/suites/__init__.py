@@ -24,11 +24,7 @@ class Entry(NamedTuple):
 SUITES: dict[str, Entry] = {
     "kernels": Entry("attention.kernels", "Every backend beside the kernel that it wraps; auto."),
     "varlen-study": Entry("attention.varlen_study", "FA2 and torch's varlen on a study's rows."),
-    "scaling": Entry("attention.equal_documents", "From 512 to 16,384 tokens.", "SCALING"),
     "padding": Entry("attention.padding", "Packed against padded attention."),
-    "sdpa-backends": Entry(
-        "attention.equal_documents", "The kernels behind SDPA, each forced.", "SDPA_BACKENDS"
-    ),
     "host-time": Entry("attention.host_time", "The host's time for a call, over the raw kernel's."),
     "model": Entry("model.whole_model", "Steps of whole models, packed, padded and one by one."),
     "packings": Entry("model.packings", "Compiled steps, one packing after another."),

@@ -41,9 +41,9 @@ class Record:
     def outcome(self) -> str:
         """Status and reason, for a table. Without what an allocator says of its state.
 
-        >>> Record("scaling", {}, "oom", "CUDA out of memory. Tried to allocate ...").outcome
+        >>> Record("kernels", {}, "oom", "CUDA out of memory. Tried to allocate ...").outcome
         'out of memory'
-        >>> Record("scaling", {}, "unsupported", "needs a GPU").outcome
+        >>> Record("kernels", {}, "unsupported", "needs a GPU").outcome
         'unsupported: needs a GPU'
         """
         if self.status == "oom":

@@ -33,9 +33,9 @@ class Named(Squares):
 
 @pytest.fixture
 def suite(monkeypatch):
-    """Stands in for the suite `scaling`."""
+    """Stands in for the suite `kernels`."""
     made = Named(2)
-    monkeypatch.setattr(made, "name", "scaling", raising=False)
+    monkeypatch.setattr(made, "name", "kernels", raising=False)
     monkeypatch.setattr(sys.modules["flexvarlen.cli.bench"], "suite_of", lambda name: made)
     return made
 
@@ -46,7 +46,7 @@ def bench(*args):
 
 def test_rows_go_to_the_file_and_tables_to_the_screen(suite, tmp_path):
     out = tmp_path / "mine.jsonl"
-    found = bench("scaling", "--out", out, "--device", "cpu", "--commit", "abc")
+    found = bench("kernels", "--out", out, "--device", "cpu", "--commit", "abc")
     assert found.exit_code == 0, found.output
     rows = read_records([out])
     assert len(rows) == 4
@@ -56,12 +56,12 @@ def test_rows_go_to_the_file_and_tables_to_the_screen(suite, tmp_path):
 
 
 def test_a_folder_gets_a_file_of_suite_and_device(suite, tmp_path):
-    assert bench("scaling", "--out", tmp_path, "--device", "cpu").exit_code == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["scaling-cpu.jsonl"]
-    again = bench("scaling", "--out", tmp_path, "--device", "cpu")
+    assert bench("kernels", "--out", tmp_path, "--device", "cpu").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["kernels-cpu.jsonl"]
+    again = bench("kernels", "--out", tmp_path, "--device", "cpu")
     assert "0 cases measured, 2 done before" in " ".join(again.output.split())
     assert len(suite.measured) == 2
-    bench("scaling", "--out", tmp_path, "--device", "cpu", "--again", "--cases", "s1")
+    bench("kernels", "--out", tmp_path, "--device", "cpu", "--again", "--cases", "s1")
     assert suite.measured[2:] == [(1, ("a", "b"))]
 
 
@@ -70,34 +70,34 @@ def test_a_folder_gets_a_file_of_suite_and_device(suite, tmp_path):
     [("a", 0), ("oom", 0), ("wrong", 1), ("raw:wrong", 0), ("transformers:wrong", 0)],
 )
 def test_what_is_wrong_ends_with_1(suite, tmp_path, variant, code):
-    found = bench("scaling", "--out", tmp_path, "--device", "cpu", "--variants", f"a, {variant}")
+    found = bench("kernels", "--out", tmp_path, "--device", "cpu", "--variants", f"a, {variant}")
     assert found.exit_code == code, found.output
 
 
 def test_what_was_wrong_in_cases_and_variants_left_out_is_no_finding(suite, tmp_path):
     to = ["--out", tmp_path, "--device", "cpu"]
-    assert bench("scaling", *to, "--variants", "a,wrong", "--cases", "s0").exit_code == 1
-    assert bench("scaling", *to, "--variants", "a", "--cases", "s0").exit_code == 0
-    assert bench("scaling", *to, "--variants", "a,wrong", "--cases", "s0").exit_code == 1  # again
-    assert bench("scaling", *to, "--cases", "s1").exit_code == 0
+    assert bench("kernels", *to, "--variants", "a,wrong", "--cases", "s0").exit_code == 1
+    assert bench("kernels", *to, "--variants", "a", "--cases", "s0").exit_code == 0
+    assert bench("kernels", *to, "--variants", "a,wrong", "--cases", "s0").exit_code == 1  # again
+    assert bench("kernels", *to, "--cases", "s1").exit_code == 0
 
 
 def test_text_is_read_before_any_work(suite, tmp_path):
     suite.reads_text = True
-    found = bench("scaling", "--out", tmp_path / "new", "--device", "cpu", "--text", "no-such-file")
+    found = bench("kernels", "--out", tmp_path / "new", "--device", "cpu", "--text", "no-such-file")
     assert found.exit_code == 2
     assert "--text must name a readable file" in " ".join(found.output.split())
     assert not suite.measured
 
 
 def test_a_lost_device_is_one_sentence_and_nothing_is_lost(suite, tmp_path):
-    found = bench("scaling", "--out", tmp_path, "--device", "cpu", "--variants", "a,lost")
+    found = bench("kernels", "--out", tmp_path, "--device", "cpu", "--variants", "a,lost")
     assert found.exit_code == 2
     assert "lost killed the device. What was measured is kept; run again" in " ".join(
         found.output.split()
     )
     assert "Traceback" not in found.output
-    assert len(read_records([tmp_path / "scaling-cpu.jsonl"])) == 1
+    assert len(read_records([tmp_path / "kernels-cpu.jsonl"])) == 1
 
 
 def test_bench_list_names_every_suite():
@@ -107,8 +107,8 @@ def test_bench_list_names_every_suite():
 
 
 def test_list_measures_nothing(suite, tmp_path):
-    found = bench("scaling", "--list", "--out", tmp_path / "none", "--device", "cpu")
-    assert found.output.split("\n")[:2] == ["scaling s0", "scaling s1"]
+    found = bench("kernels", "--list", "--out", tmp_path / "none", "--device", "cpu")
+    assert found.output.split("\n")[:2] == ["kernels s0", "kernels s1"]
     assert not suite.measured
     assert not (tmp_path / "none").exists()
 
@@ -116,15 +116,15 @@ def test_list_measures_nothing(suite, tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["scaling", "--cases", "["], "--cases must be a regular expression"),
-        (["scaling", "--cases", "no such"], "--cases must find a case"),
-        (["scaling", "--device", "tpu"], "--device must be"),
+        (["kernels", "--cases", "["], "--cases must be a regular expression"),
+        (["kernels", "--cases", "no such"], "--cases must find a case"),
+        (["kernels", "--device", "tpu"], "--device must be"),
         (["all", "--out", "rows.jsonl"], "--out must be a folder for several suites"),
-        (["scaling", "--out", f"{__file__}/below"], "--out must be where records can be"),
-        (["scaling", "--out", f"{__file__}/rows.jsonl"], "--out must be where records can be"),
+        (["kernels", "--out", f"{__file__}/below"], "--out must be where records can be"),
+        (["kernels", "--out", f"{__file__}/rows.jsonl"], "--out must be where records can be"),
         (["all", "--variants", "fa2"], "--variants must be of one suite"),
-        (["scaling", "--out", f"{HERE}/records.jsonl"], "--out must be where records can be"),
-        (["scaling", "--text", __file__], "--text must be for a suite that packs texts"),
+        (["kernels", "--out", f"{HERE}/records.jsonl"], "--out must be where records can be"),
+        (["kernels", "--text", __file__], "--text must be for a suite that packs texts"),
         (["report", "no-such-file.jsonl"], "Records must be read from a text file, got 'no-such"),
         (["report", str(HERE)], "Is a directory); check the path."),
     ],

@@ -47,14 +47,12 @@ def measure_attention(
     calls: Mapping[str, Prepare],
     options: Options,
     *,
-    peak: bool = False,
     repeats: int = MOST_REPEATS,
 ) -> list[Finding]:
     """Check, then time, each variant's forward and backward on the same tensors.
 
     Args:
         calls: what prepares each variant.
-        peak: measure `peak_mib` too, by how much torch's allocator grows in a call.
         repeats: timed calls of each, at most.
 
     Returns:
@@ -73,7 +71,7 @@ def measure_attention(
             expected = Expected(inputs)
         except torch.OutOfMemoryError as error:
             return findings_of_all(calls, "oom", f"no room for the reference: {one_line(error)}")
-        run = _CaseMeasurement(inputs, expected, options, peak=peak, repeats=repeats)
+        run = _CaseMeasurement(inputs, expected, options, repeats)
         # "auto" last: the kernels that it times are compiled by then.
         for variant in sorted(calls, key=lambda name: name == "auto"):
             run.check(variant, calls[variant])
@@ -86,10 +84,9 @@ class AttentionSuite(Suite[A]):
     """A suite of one attention, on cases that make its tensors.
 
     Attributes:
-        peak, repeats: as in `measure_attention`.
+        repeats: as in `measure_attention`.
     """
 
-    peak: ClassVar[bool] = False
     repeats: ClassVar[int] = MOST_REPEATS
 
     @abstractmethod
@@ -106,7 +103,7 @@ class AttentionSuite(Suite[A]):
             inputs = case.inputs(options.device)
         except torch.OutOfMemoryError as error:
             return findings_of_all(variants, "oom", one_line(error))
-        return measure_attention(inputs, calls, options, peak=self.peak, repeats=self.repeats)
+        return measure_attention(inputs, calls, options, repeats=self.repeats)
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         own = [r for r in records if r.environment.get("gpu")]
@@ -142,11 +139,9 @@ class _Checked:
 class _CaseMeasurement:
     """Measures the variants of one case: those that are right, and the findings."""
 
-    def __init__(
-        self, inputs: Inputs, expected: Expected, options: Options, *, peak: bool, repeats: int
-    ) -> None:
+    def __init__(self, inputs: Inputs, expected: Expected, options: Options, repeats: int) -> None:
         self.inputs, self.expected, self.options = inputs, expected, options
-        self.peak, self.repeats = peak, repeats
+        self.repeats = repeats
         self.checked: list[_Checked] = []
         self.found: dict[tuple[str, str], Finding] = {}
 
@@ -216,16 +211,9 @@ class _CaseMeasurement:
             self.checked.append(one)
 
     def try_out(self, one: _Checked) -> None:
-        """The seconds of a second call of each pass, and its memory."""
-        device, on_gpu = self.options.device, self.options.on_gpu
+        """The seconds of a second call of each pass."""
         for pass_, call in one.prepared_calls().items():
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device) if on_gpu else 0
-            one.seconds[pass_] = wall_seconds(call, device)
-            if self.peak and on_gpu:
-                grown = torch.cuda.max_memory_allocated(device) - before
-                one.measures[pass_]["peak_mib"] = grown / 2**20
+            one.seconds[pass_] = wall_seconds(call, self.options.device)
 
     def time(self, group: Sequence[_Checked]) -> None:
         """Time a group in turns; each alone if they do not fit or one fails."""

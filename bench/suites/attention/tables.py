@@ -146,4 +146,3 @@ def heads(case: Mapping[str, Any]) -> str:
 
 PASS = Column("pass", lambda line: line.pass_)
 MASK = field("mask", "causal", lambda causal: "causal" if causal else "full")
-TOKENS = field("tokens per document", "tokens", "{:,}".format)
