@@ -4,7 +4,6 @@
 |---|---|
 | `suites/` | `attention/`, `model/`, `training/`, `masks/`, `contract/`; the registry of names |
 | `report.py`, `front_page.py` | tables and charts on pages; the README's |
-| `claims.py`, `diff.py` | what public sources claim beside our records; two files compared |
 | `results/` | committed records |
 """
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from flexvarlen.bench.claims import section as claims_section
 from flexvarlen.bench.front_page import front_figure, summary
 from flexvarlen.bench.suites import SUITES, suite_of
 from flexvarlen.report.page import image_links, rewrite
@@ -36,8 +35,7 @@ def report(
     Args:
         paths: JSON lines of records, of any suites, on any machines.
         pages: Markdown files whose marked sections are replaced. "summary", the table of the
-            README, is made where the records of all its lines are there; "claims" where one of
-            them was measured.
+            README, is made where the records of all its lines are there.
         figures: a folder for the PNGs.
         tables: a folder for SUITE.md, all tables of each suite of which a page shows few lines.
 
@@ -61,9 +59,6 @@ def report(
     table = summary(every)
     if table is not None:
         bodies["summary"] = table.markdown()
-    claims = claims_section(every)
-    if claims:
-        bodies["claims"] = claims
     drawn: dict[str, Sequence[Path]] = {}
     if figures is not None:
         drawn = {n: suite_of(n).figures(r, figures) for n, r in suites.items() if n in SUITES}
