@@ -68,11 +68,11 @@ def _cut_documents(
     for rank in range(ranks):
         tokens = -(-(light.tokens + heavy.tokens) // (ranks - rank))
         share = (light.work + heavy.work) / (ranks - rank)
-        x, rest = _stops(light, heavy, tokens, share, most_cuts=rank + 1 - cuts)
-        cuts += x.cuts + rest.cuts
-        of_light, work = light.take(x, share - rest.even)
-        of_heavy, _ = heavy.take(rest, share - work)
-        pieces.append(of_light + of_heavy)
+        a, b = _stops(light, heavy, tokens, share, most_cuts=rank + 1 - cuts)
+        cuts += a.cuts + b.cuts
+        before = light.work
+        of_light = light.take(a, share - b.work)
+        pieces.append(of_light + heavy.take(b, share - (before - light.work)))
     return pieces
 
 
@@ -90,11 +90,11 @@ def _stops(
 
     def is_enough(x: int) -> bool:
         a, b = stops(x)
-        return a.even + b.even <= share
+        return a.work + b.work <= share
 
     def order(x: int) -> tuple[bool, float, int]:
         a, b = stops(x)
-        misses = max(a.least + b.least - share, share - a.most - b.most, 0)
+        misses = max(abs(a.work + b.work - share) - a.slack - b.slack, 0)
         return a.cuts + b.cuts > most_cuts, misses, a.cuts + b.cuts
 
     fewest, most = max(0, tokens - heavy.tokens), min(tokens, light.tokens)
@@ -109,48 +109,27 @@ class _Stop:
     """Where a rank stops in a queue: it takes all before a document, and some tokens of it.
 
     Attributes:
-        work_before: of all that the rank takes before the document.
         tokens: that the rank takes, and of these,
-        tokens_inside: of the document.
+        inside: of the document.
         at, low, high: tokens `low` to `high` of this document were in the queue.
         cuts: 1 if no other rank has tokens of the document, and it is not longer than a rank.
-        density: work a token of what was left of the document.
-        causal: whether its first tokens have less work, and its last more.
+        work: of what the rank takes, if the tokens inside have as much each as all that were there.
+        slack: how much less work it is if they are the first, and how much more if the last.
     """
 
-    work_before: float
     tokens: int
-    tokens_inside: int
+    inside: int
     at: int
     low: int
     high: int
     cuts: int
-    density: float
-    causal: bool
-
-    @property
-    def least(self) -> float:
-        """The work if the tokens of the document are its first."""
-        if not self.causal:
-            return self.even
-        return self.work_before + self.tokens_inside * (self.low + self.tokens_inside / 2)
-
-    @property
-    def even(self) -> float:
-        """The work if they have as much a token as what is left of the document."""
-        return self.work_before + self.tokens_inside * self.density
-
-    @property
-    def most(self) -> float:
-        """The work if they are its last."""
-        if not self.causal:
-            return self.even
-        return self.work_before + self.tokens_inside * (self.high - self.tokens_inside / 2)
+    work: float
+    slack: float
 
     @property
     def ends_of_documents(self) -> tuple[int, int]:
         """The tokens that a rank takes which stops before the document, or after it."""
-        before = self.tokens - self.tokens_inside
+        before = self.tokens - self.inside
         return before, before + self.high - self.low
 
 
@@ -179,29 +158,29 @@ class _Queue:
         end = self.tokens_until[-1] - self.tokens + tokens
         at = bisect_right(self.tokens_until, end) - 1
         if at == self.at:
-            work, inside, low, high = 0.0, tokens, self.low, self.high
+            before, inside, low, high = 0.0, tokens, self.low, self.high
         else:
-            work = self.work_until[at] - (self.work_until[-1] - self.work)
+            before = self.work_until[at] - (self.work_until[-1] - self.work)
             inside, low, high = end - self.tokens_until[at], 0, self.documents[at][0]
         length = self.documents[at][0]
         cuts = inside > 0 and high - low == length <= self.capacity
-        density = (low + high if self.causal else length) / 2
-        return _Stop(work, tokens, inside, at, low, high, int(cuts), density, self.causal)
+        work = before + inside * (low + high if self.causal else length) / 2
+        slack = inside * (high - low - inside) / 2 if self.causal else 0.0
+        return _Stop(tokens, inside, at, low, high, int(cuts), work, slack)
 
-    def take(self, stop: _Stop, work: float) -> tuple[list[Piece], float]:
-        """All until a stop, of about this work; and the work that it has."""
+    def take(self, stop: _Stop, work: float) -> list[Piece]:
+        """All until a stop, of about this work."""
         pieces = []
         if stop.at > self.at:
             pieces = [Piece(self.documents[self.at][1], self.low, self.high)]
             pieces += [Piece(d, 0, n) for n, d in self.documents[self.at + 1 : stop.at]]
-        inside, least, most = stop.tokens_inside, stop.least, stop.most
-        first = round((most - work) / (most - least) * inside) if most > least else inside
-        first = min(max(first, 0), inside)
-        self.at, self.low, self.high = stop.at, stop.low + first, stop.high - inside + first
+        first, taken = stop.inside, stop.work
+        if stop.slack:  # the fewer of the first, the more work, evenly
+            more = min(max((work - stop.work) / stop.slack, -1), 1)
+            first = round(stop.inside * (1 - more) / 2)
+            taken += stop.slack * (1 - 2 * first / stop.inside)
+        self.at, self.low, self.high = stop.at, stop.low + first, stop.high - stop.inside + first
+        self.tokens, self.work = self.tokens - stop.tokens, self.work - taken
         document = self.documents[stop.at][1]
         ends = Piece(document, stop.low, self.low), Piece(document, self.high, stop.high)
-        taken = stop.even
-        if self.causal:
-            taken = stop.work_before + sum(piece.work for piece in ends)
-        self.tokens, self.work = self.tokens - stop.tokens, self.work - taken
-        return pieces + [piece for piece in ends if piece.tokens], taken
+        return pieces + [piece for piece in ends if piece.tokens]
