@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -138,7 +138,7 @@ def gated_delta_rule(
             given |= {"initial_state": state, "output_final_state": keep}
             return original.plain_torch(q, k, v, **given)
 
-        state = (1, value.shape[2], query.shape[3], value.shape[3])
+        state = _State((1, value.shape[2], query.shape[3], value.shape[3]))
         out = _loop_over_documents(run, documents, rows, rows[2], state, why=why)
     return documents.zero_padding(out).view(shape), None
 
@@ -204,7 +204,8 @@ def mamba2_scan(
             found = original.plain_torch(x, dt, A, B, C, **given)
             return found if keep else (found, None)
 
-        state = (1, *x.shape[2:], B.shape[3])
+        weights = [x for x in (A, D, dt_bias) if x is not None]
+        state = _State((1, *x.shape[2:], B.shape[3]), weights)
         out = _loop_over_documents(run, documents, [x, dt, B, C], x, state, why=why)
     return documents.zero_padding(out).view(hidden_states.shape)
 
@@ -224,13 +225,25 @@ _Scan = Callable[..., tuple[Tensor, Tensor | None]]
 """state, keep, *tensors -> the outputs of one document, from a state; its final state if kept."""
 
 
+class _State(NamedTuple):
+    """The state of a scan.
+
+    Attributes:
+        shape: of that of one document.
+        weights: what the scan reads beside the rows.
+    """
+
+    shape: tuple[int, ...]
+    weights: Sequence[Tensor] = ()
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _loop_over_documents(
     run: _Scan,
     documents: RecurrentDocuments,
     rows: list[Tensor],
     like: Tensor,
-    state_shape: tuple[int, ...],
+    of_state: _State,
     *,
     why: str,
 ) -> Tensor:
@@ -252,7 +265,8 @@ def _loop_over_documents(
         start, end = ends[slot : slot + 2]
         state = states[parents[slot]] if parents and parents[slot] >= 0 else None
         if slot < hops.receives:
-            state = receive_state(state_shape, dtype, documents.group, rows)
+            sources = [*rows, *of_state.weights]
+            state = receive_state(of_state.shape, dtype, documents.group, sources)
         if end > start:
             goes_on = bool(hops.sends) and slot == hops.last
             row = (x[:, start:end] for x in rows)

@@ -11,6 +11,7 @@ Imports: torch. Never transformers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -122,14 +123,14 @@ prepend_tokens.register_autograd(_gradients, setup_context=_keep)
 
 
 def receive_state(
-    shape: tuple[int, ...], dtype: torch.dtype, group: str, rows: list[Tensor]
+    shape: tuple[int, ...], dtype: torch.dtype, group: str, sources: Sequence[Tensor]
 ) -> Tensor:
     """The final state of the rank before; its gradient goes back there.
 
     Args:
-        rows: what scans read, on whose gradients those of the state depend.
+        sources: all that the scan reads. Gradients of any of them need those of the state.
     """
-    found: Tensor = _ReceiveState.apply(_anchor(rows[0]), shape, dtype, group, *rows)  # type: ignore[no-untyped-call]
+    found: Tensor = _ReceiveState.apply(_anchor(sources[0]), shape, dtype, group, *sources)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -152,9 +153,9 @@ class _ReceiveState(torch.autograd.Function):
         shape: tuple[int, ...],
         dtype: torch.dtype,
         group: str,
-        *rows: Tensor,
+        *sources: Tensor,
     ) -> Tensor:
-        ctx.group, ctx.rows = group, len(rows)
+        ctx.group, ctx.sources = group, len(sources)
         state = anchor.new_empty(shape, dtype=dtype)
         receive(state, -1, group).wait()
         return state
@@ -162,7 +163,7 @@ class _ReceiveState(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         send(grad.contiguous(), -1, ctx.group).wait()
-        return (*[None] * (4 + ctx.rows),)
+        return (*[None] * (4 + ctx.sources),)
 
 
 class _SendState(torch.autograd.Function):

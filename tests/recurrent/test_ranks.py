@@ -134,6 +134,29 @@ def test_ranks_compute_what_one_does(name, row, mailbox):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-11)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_gradient_of_one_tensor_alone(name, mailbox):
+    """Both ranks run the backward of what passes, or neither: else one would wait for ever."""
+    run, _, by_token, shared = CASES[name](120)
+    docs, _ = shards(*ROWS["one token after it"], 120)
+    for index in range(len(by_token) + len(shared)):
+        parts = [[x[:, half] for x in by_token] + shared for half in (slice(60), slice(60, None))]
+        for own in parts:
+            own[index] = own[index].clone().requires_grad_()
+        outs = [run(each, *own) for each, own in zip(docs, parts, strict=True)]
+        for out, own in reversed([*zip(outs, parts, strict=True)]):
+            torch.autograd.grad(out.sum(), own[index])
+        assert mailbox.is_empty()
+
+
+def test_nothing_passes_where_no_document_is_cut():
+    docs, _ = shards((30, 20, 10, 50), 2, 120)
+    for each in docs:
+        assert each.hops is None
+        assert len(each.previous) == 60
+        assert not Boundaries.of(each).pass_states
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("name", CASES)
