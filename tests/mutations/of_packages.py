@@ -221,8 +221,8 @@ MUTATIONS = (
     Mutation(
         "parallel: a rank takes the first tokens of a cut document, whatever their work",
         "flexvarlen/parallel/fill_ranks.py",
-        "first = min(max(first, 0), inside)",
-        "first = inside",
+        "first = round(stop.inside * (1 - more) / 2)",
+        "first = stop.inside",
         "tests/parallel/test_plan.py",
     ),
     Mutation(
@@ -242,8 +242,8 @@ MUTATIONS = (
     Mutation(
         "parallel: bidirectional work of what is left of a document is counted as causal",
         "flexvarlen/parallel/fill_ranks.py",
-        "density = (low + high if self.causal else length) / 2",
-        "density = (low + high) / 2",
+        "inside * (low + high if self.causal else length) / 2",
+        "inside * (low + high) / 2",
         "tests/parallel/test_plan.py",
     ),
     Mutation(
