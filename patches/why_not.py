@@ -186,17 +186,17 @@ def share_prefixes(parts: ModelParts, settings: Settings) -> str | None:
     """Prefixes that rows share, as trees."""
     if not settings.share_prefixes:
         return None
-    why = why_no_trees(parts) or ("batch_invariant" if settings.batch_invariant else None)
+    why = why_no_trees(parts, batch_invariant=settings.batch_invariant)
     return why and f"share_prefixes=True is not supported with {why}; leave it out."
 
 
-def why_no_trees(parts: ModelParts) -> str | None:
+def why_no_trees(parts: ModelParts, *, batch_invariant: bool = False) -> str | None:
     """What in a model documents that share prefixes do not go with, or None."""
     if not parts.causal:
         return "bidirectional attention"
     if parts.has_longrope:
         return "rope_type 'longrope', whose frequencies depend on how long a document is"
-    return None
+    return "batch_invariant" if batch_invariant else None
 
 
 def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:

@@ -65,7 +65,8 @@ def _path_sums(x_TC: Tensor, weight: Tensor, bias: Tensor | None, previous: Tens
     out, before = x_TC * weight[:, -1], previous
     for back in range(2, weight.shape[1] + 1):
         there, index = before >= 0, before.clamp(min=0).long()
-        out = out + x_TC[index].masked_fill(~there[:, None], 0) * weight[:, -back]
+        # embedding, as the gradient of x_TC[index] is summed in any order
+        out = out + F.embedding(index, x_TC).masked_fill(~there[:, None], 0) * weight[:, -back]
         before = previous[index]  # -1 where there is none, as before token 0
     return out if bias is None else out + bias
 

@@ -24,7 +24,7 @@ REACH = WIDEST_CONVOLUTION - 1
 
 
 class Branches(NamedTuple):
-    """What trees add: where a segment goes on, in the order of their levels (see `LevelOrder`).
+    """Further tables of trees, in the order of their levels (see `LevelOrder`).
 
     Attributes:
         parents: int32 `[N + 1]`, the slot whose final state each starts from, -1 at a root.
@@ -64,8 +64,7 @@ class RecurrentDocuments:
         group: the name of the ranks' group, of a shard.
         previous: int32 `[T]`, the token before each in its document, or on its path; -1 if none.
             With hops `[REACH + T]`, of the last tokens of the rank before too.
-        next_tokens: of trees `_next_tokens`; None of plain documents, where each follows its own.
-        seq_idx: int32 `[1, T]`, the slot of each token; None of trees.
+        next_tokens: of trees, whose convolution reads each token (see `_next_tokens`); else None.
         padding: bool `[T]`, True at padding; None where the host knows that there is none.
         cu_seqlens: int32 `[N + 3]`: the boundaries, then T twice. Slot i holds the tokens from
             `cu_seqlens[i]` to `cu_seqlens[i + 1]`: the documents, unused slots, the padding after
@@ -103,7 +102,6 @@ class RecurrentDocuments:
         if shard is not None and shard.exchange is not None and shard.hops is not None:
             self.hops = shard.hops
             self.previous = _with_tokens_before(self.previous, shard.starts[0])
-        self.seq_idx = slots[None] if segments is None else None
         self.branches = None if segments is None else Branches.of(segments, total_tokens)
         has_branches = segments is not None and total_tokens > 0
         self.next_tokens = _next_tokens(starts, self.previous) if has_branches else None
@@ -119,6 +117,10 @@ class RecurrentDocuments:
         moved = self.layout.to(torch.device(device), non_blocking=non_blocking)
         if moved is self.layout:
             return self
+        return self.of_layout(moved)
+
+    def of_layout(self, moved: PackedLayout) -> RecurrentDocuments:
+        """Those of a copy of the layout on another device."""
         return RecurrentDocuments(moved, group=self.group, for_any_row=self.for_any_row)
 
     def zero_padding(self, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""The convolution and the scans of recurrent layers, with documents kept apart.
+"""The convolution and the scans of recurrent layers, over documents and trees.
 
-Each takes the function of transformers that it replaces, and that function's arguments. A scan runs
-by fla's kernel where it can; Mamba-2's by mamba-ssm's, where that is installed. Otherwise it runs
-transformers' plain torch, one document after another. The convolution is our own.
+Each takes the function of transformers that it replaces, in plain torch, and that function's
+arguments. A scan runs by fla's kernel where it can, otherwise in that plain torch, one document or
+segment after another. The convolution is our own.
 
 Shapes: B rows of S tokens, T = B·S; C channels; W = width of the convolution; H heads of queries
 and keys, HV of values; K, V their head_dim; G groups and N state size of Mamba-2.
@@ -10,8 +10,6 @@ and keys, HV of values; K, V their head_dim; G groups and N state size of Mamba-
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -29,32 +27,8 @@ from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 from flexvarlen.recurrent.neighbours import Hops, receive_state, send_state
 
 
-class TransformersFunction(NamedTuple):
-    """A function of transformers.
-
-    Attributes:
-        kernel: the function if it calls mamba-ssm's kernel, which takes `seq_idx`; else None.
-        plain_torch: the same in plain torch, for one document.
-    """
-
-    kernel: Callable[..., Any] | None
-    plain_torch: Callable[..., Any]
-
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> TransformersFunction:
-        """Describe a function of a modeling module; imports mamba-ssm for Mamba-2's scan."""
-        plain = inspect.unwrap(function)
-        if plain.__name__ != "mamba2_chunk_scan":
-            return cls(None, plain)
-        try:
-            importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
-        except (ImportError, OSError):  # not installed, or built for another torch
-            return cls(None, plain)
-        return cls(function, plain)
-
-
 def convolve(
-    original: TransformersFunction,
+    plain_torch: Callable[..., Any],
     documents: RecurrentDocuments,
     hidden_states: Tensor,
     weight: Tensor,
@@ -90,7 +64,7 @@ def convolve(
 
 
 def gated_delta_rule(
-    original: TransformersFunction,
+    plain_torch: Callable[..., Any],
     documents: RecurrentDocuments,
     query: Tensor,
     key: Tensor,
@@ -121,7 +95,7 @@ def gated_delta_rule(
     shape = value.shape
     rows = [x.reshape(1, -1, *x.shape[2:]) for x in (query, key, value, g, beta)]
     why = fla_kernels.why_not(value)
-    if not use_qk_l2norm_in_kernel:
+    if why is None and not use_qk_l2norm_in_kernel:
         why = "fla's kernel normalizes queries and keys, which this layer does not"
     boundaries = Boundaries.of(documents)
     kind = "gated delta rule" if g.ndim == 3 else "Kimi's delta rule"
@@ -136,7 +110,7 @@ def gated_delta_rule(
             q, k, v, g, beta = row
             given = {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
             given |= {"initial_state": state, "output_final_state": keep}
-            return original.plain_torch(q, k, v, **given)
+            return plain_torch(q, k, v, **given)
 
         state = _State((1, value.shape[2], query.shape[3], value.shape[3]))
         out = _loop_over_documents(run, documents, rows, rows[2], state, why=why)
@@ -144,7 +118,7 @@ def gated_delta_rule(
 
 
 def mamba2_scan(
-    original: TransformersFunction,
+    plain_torch: Callable[..., Any],
     documents: RecurrentDocuments,
     hidden_states: Tensor,
     dt: Tensor,
@@ -184,13 +158,10 @@ def mamba2_scan(
     x, dt, B, C = (y.reshape(1, -1, *y.shape[2:]) for y in (hidden_states, dt, B, C))
     fixed: dict[str, Any] = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias}
     fixed |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    starts_empty = documents.seq_idx is not None and documents.hops is None
-    serves = starts_empty and x.is_cuda and x.dtype != torch.float64
-    if original.kernel is not None and serves:
-        out = original.kernel(x, dt, A, B, C, **fixed, seq_idx=documents.seq_idx)
-    elif (
-        why := fla_kernels.why_not(x) or why_wrong("Mamba-2's scan", C, x, Boundaries.of(documents))
-    ) is None:
+    why = fla_kernels.why_not(x)
+    if why is None:
+        why = why_wrong("Mamba-2's scan", C, x, Boundaries.of(documents))
+    if why is None:
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
         v, g = (x * dt[..., None]).to(x.dtype), dt * A.float()
@@ -201,7 +172,7 @@ def mamba2_scan(
         def run(state: Tensor | None, keep: bool, *row: Tensor) -> Any:
             x, dt, B, C = row
             given = fixed | {"initial_states": state, "return_final_states": keep}
-            found = original.plain_torch(x, dt, A, B, C, **given)
+            found = plain_torch(x, dt, A, B, C, **given)
             return found if keep else (found, None)
 
         weights = [x for x in (A, D, dt_bias) if x is not None]

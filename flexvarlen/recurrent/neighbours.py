@@ -62,6 +62,20 @@ def receive(x: Tensor, step: int, group: str) -> Any:
     return dist.irecv(x, other, ranks)
 
 
+def shift(sent: Tensor | None, received: Tensor | None, step: int, group: str) -> None:
+    """Send to the rank `step` after this one and receive from the one `step` before, at once.
+
+    One after the other, NCCL would pass them on rank by rank. None: nothing goes there.
+    """
+    hops = []
+    for operation, x, away in ((dist.isend, sent, step), (dist.irecv, received, -step)):
+        if x is not None:
+            ranks, other = _neighbour(away, group)
+            hops.append(dist.P2POp(operation, x, other, ranks))
+    for work in dist.batch_isend_irecv(hops) if hops else ():
+        work.wait()
+
+
 def _neighbour(step: int, group: str) -> tuple[ProcessGroup, int]:
     ranks: ProcessGroup = _resolve_process_group(group)  # type: ignore[arg-type]
     return ranks, dist.get_global_rank(ranks, dist.get_rank(ranks) + step)
@@ -77,10 +91,8 @@ def prepend_tokens(x_TC: Tensor, hops: Tensor, group: str) -> Tensor:
     out = x_TC.new_empty(REACH + len(x_TC), x_TC.shape[1])
     out[REACH:] = own
     out[:REACH] = 0
-    works = [send(own[-REACH:], 1, group)] if found.sends else []
-    works += [receive(out[:REACH], -1, group)] if found.receives else []
-    for work in works:
-        work.wait()
+    sent, received = own[-REACH:], out[:REACH]
+    shift(sent if found.sends else None, received if found.receives else None, 1, group)
     return out
 
 
@@ -89,10 +101,8 @@ def _prepend_tokens_backward(grad: Tensor, hops: Tensor, group: str) -> Tensor:
     found, grad = Hops.of(hops), grad.contiguous()
     dx = grad[REACH:].clone()
     returned = dx.new_zeros(REACH, dx.shape[1])
-    works = [send(grad[:REACH], -1, group)] if found.receives else []
-    works += [receive(returned, 1, group)] if found.sends else []
-    for work in works:
-        work.wait()
+    sent = grad[:REACH]
+    shift(sent if found.receives else None, returned if found.sends else None, -1, group)
     dx[-REACH:] += returned
     return dx
 

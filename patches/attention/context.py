@@ -168,7 +168,7 @@ class PackedForward:
             copy = PackedForward.__new__(PackedForward)
             vars(copy).update(vars(self), layout=moved, routes={}, _copies={})
             if self.recurrent is not None:
-                copy.recurrent = self.recurrent.to(moved.device)
+                copy.recurrent = self.recurrent.of_layout(moved)
             self._copies[name] = copy
         return self._copies[name]
 

@@ -1,4 +1,4 @@
-"""Recurrent layers of hybrid models: short convolutions and scans start anew at each document.
+"""Recurrent layers of hybrid models: convolutions and scans by document.
 
 A layer mixes tokens only in functions that it looks up in its modeling module: `causal_conv1d_fn`
 and a scan. `patch_recurrent` replaces them there, once per process, by wrappers. A wrapper that
@@ -22,7 +22,6 @@ from flexvarlen.patches.why_not import CONVOLUTION, functions_of
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels import let_fla_run
 from flexvarlen.recurrent.functions import (
-    TransformersFunction,
     convolve,
     gated_delta_rule,
     mamba2_scan,
@@ -67,7 +66,7 @@ def unpatch_recurrent(layer: nn.Module) -> None:
 
 def _dispatching(original: Callable[..., Any], ours: Callable[..., Any] | None) -> Any:
     """A wrapper that calls transformers' function, or ours where it gets documents."""
-    both = TransformersFunction.of(original)
+    plain_torch = inspect.unwrap(original)
     known = () if ours is None else tuple(inspect.signature(ours).parameters)
 
     @functools.wraps(original)
@@ -75,11 +74,11 @@ def _dispatching(original: Callable[..., Any], ours: Callable[..., Any] | None) 
         documents = kwargs.get(DOCUMENTS)
         if not isinstance(documents, RecurrentDocuments):
             plain = _needs_plain_torch(args, kwargs)
-            return (both.plain_torch if plain else original)(*args, **kwargs)
+            return (plain_torch if plain else original)(*args, **kwargs)
         if ours is None:
             return None
         own = {name: value for name, value in kwargs.items() if name in known}
-        return ours(both, documents, *args, **own)
+        return ours(plain_torch, documents, *args, **own)
 
     vars(dispatch)["_flexvarlen"] = True
     return dispatch

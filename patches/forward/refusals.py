@@ -193,7 +193,8 @@ def refuse_beside_tree(forward: ForwardInputs, layout: PackedLayout) -> None:
         "images": forward.has_images,
         "a head that pools documents": forward.parts.head not in ("", *CAUSAL),
     }
-    why = why_no_trees(forward.parts) or next((x for x, given in beside.items() if given), None)
+    why = why_no_trees(forward.parts, batch_invariant=forward.patch.batch_invariant)
+    why = why or next((x for x, given in beside.items() if given), None)
     if why is not None:
         raise NotImplementedError(
             f"a packed_layout of trees is not supported with {why}; pack each path as a document."

@@ -57,13 +57,6 @@ MUTATIONS = (
         f"{TESTS}/test_functions.py",
     ),
     Mutation(
-        "recurrent: a kernel is given one document",
-        f"{RECURRENT}/documents.py",
-        "self.seq_idx = slots[None] if segments is None else None",
-        "self.seq_idx = torch.zeros_like(slots)[None]",
-        f"{TESTS}/test_functions.py",
-    ),
-    Mutation(
         "recurrent: a scan goes on into the next document",
         f"{RECURRENT}/functions.py",
         "state = states[parents[slot]] if parents and parents[slot] >= 0 else None",

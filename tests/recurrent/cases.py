@@ -19,7 +19,6 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from flexvarlen import PackedLayout
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.functions import (
-    TransformersFunction,
     convolve,
     gated_delta_rule,
     mamba2_scan,
@@ -49,9 +48,7 @@ def randn(*shape, seed=0):
 
 
 def convolution(docs, x, weight, bias):
-    return convolve(
-        TransformersFunction(None, None), docs, x.transpose(1, 2), weight, bias, "silu"
-    ).transpose(1, 2)
+    return convolve(None, docs, x.transpose(1, 2), weight, bias, "silu").transpose(1, 2)
 
 
 def convolution_alone(x, weight, bias):
@@ -66,10 +63,8 @@ def delta_rule(module, name):
         q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
         return plain(q, k, v, **others)  # transformers 5.17's takes no groups of heads
 
-    theirs = TransformersFunction(None, torch_function)
-
     def run(docs, *tensors):
-        return gated_delta_rule(theirs, docs, *tensors, use_qk_l2norm_in_kernel=True)[0]
+        return gated_delta_rule(torch_function, docs, *tensors, use_qk_l2norm_in_kernel=True)[0]
 
     def alone(q, k, v, g, beta):
         return torch_function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
@@ -83,7 +78,7 @@ def scan():
 
     def run(docs, x, dt, B, C, A, D, bias):
         return mamba2_scan(
-            TransformersFunction(None, torch_function),
+            torch_function,
             docs,
             x,
             dt,

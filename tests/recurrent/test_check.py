@@ -14,7 +14,7 @@ from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels import check
 from flexvarlen.recurrent.fla_kernels.check import Scan
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
-from flexvarlen.recurrent.functions import TransformersFunction, mamba2_scan
+from flexvarlen.recurrent.functions import mamba2_scan
 from tests.recurrent.cases import CASES
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def in_plain_torch(kind, factor=1.0):
 
 
 def _scan(documents, C, B, v, g):
-    plain = TransformersFunction(None, inspect.unwrap(modeling_mamba2.mamba2_chunk_scan))
+    plain = inspect.unwrap(modeling_mamba2.mamba2_chunk_scan)
     decay = torch.full((v.shape[2],), -1.0)
     return mamba2_scan(plain, documents, v / -g[..., None], -g, decay, B, C, chunk_size=16)
 

@@ -93,7 +93,7 @@ def test_the_order_of_levels():
 def test_another_device():
     docs = documents()
     moved = docs.to("meta")
-    assert {x.device.type for x in (moved.cu_seqlens, moved.previous, moved.seq_idx)} == {"meta"}
+    assert {x.device.type for x in (moved.cu_seqlens, moved.previous)} == {"meta"}
     table = branches().to("meta").branches.to_row
     assert table.device.type == "meta"
     assert docs.to("cpu") is docs

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
 import pytest
 import torch
 from hypothesis import example, given, settings
-from transformers.models.mamba2 import modeling_mamba2
 
 from flexvarlen.recurrent.functions import (
-    TransformersFunction,
     convolve,
     gated_delta_rule,
-    mamba2_scan,
 )
 from flexvarlen.reference.model import Float64
 from tests.recurrent.cases import (
     CASES,
-    HV,
     LENGTHS,
     TREE,
-    H,
-    K,
     T,
-    V,
     branches,
     documents,
     of_tokens,
@@ -134,39 +124,6 @@ def test_a_bit_of_a_sibling(name):
     for x, y in zip(before[1:], after[1:], strict=True):
         assert torch.equal(x[:, others], y[:, others])
     assert any(not torch.equal(x[:, :6], y[:, :6]) for x, y in zip(before, after, strict=True))
-
-
-def test_mamba_ssm_kernel(monkeypatch):
-    """What it would get, with a stub kernel."""
-    calls, docs = [], documents()  # before tensors claim to be on a GPU, where Triton makes them
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-
-    def kernel(x, *args, seq_idx, **kwargs):
-        calls.append(seq_idx)
-        return x
-
-    x = randn(1, T, HV, V).float()
-    tensors = [randn(1, T, HV), randn(HV), randn(1, T, H, K), randn(1, T, H, K)]
-    out = mamba2_scan(TransformersFunction(kernel, None), docs, x, *tensors, chunk_size=16)
-    assert torch.equal(out[:, :140], x[:, :140])
-    assert not out[:, 140:].any()
-    (ids,) = calls
-    assert ids.dtype == torch.int32
-    lengths = [*LENGTHS, T - sum(LENGTHS)]
-    assert torch.unique_consecutive(ids[0], return_counts=True)[1].tolist() == [
-        length for length in lengths if length
-    ]
-
-
-def test_a_package_that_cannot_be_imported(monkeypatch):
-    """transformers 5.17 would fall back to plain torch, and drop seq_idx."""
-    name = "mamba_ssm.ops.triton.ssd_combined"
-    for package, has_kernel in ((ModuleType(name), True), (None, False)):
-        for parent in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
-            monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
-        monkeypatch.setitem(sys.modules, name, package)
-        function = TransformersFunction.of(modeling_mamba2.mamba2_chunk_scan)
-        assert (function.kernel is not None) == has_kernel
 
 
 def test_a_state_that_goes_on():

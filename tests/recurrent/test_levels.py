@@ -35,7 +35,7 @@ def by_slot(walk, docs):
 
     walk(boundaries, torch.zeros(1, len(docs.chunk_indices), 1, 1, 1), run)
     assert int(launched[-1].cu_seqlens[0]) == sum(docs.layout.segments.lengths)  # spare slots
-    ordered = written[:-1] if walk is levels.from_roots else written[-2::-1]
+    ordered = written[:-1] if walk is levels.run_levels_forward else written[-2::-1]
     return torch.cat([*ordered, written[-1]]).tolist()
 
 
@@ -44,7 +44,9 @@ def test_a_state_of_another_segment(tree):
     """A final state adds up what is above a segment, its gradient what is below it."""
     docs = branches(tree)
     index = docs.layout.segments.by_level.table[3].tolist()
-    final, grads = (by_slot(walk, docs) for walk in (levels.from_roots, levels.from_leaves))
+    final, grads = (
+        by_slot(walk, docs) for walk in (levels.run_levels_forward, levels.run_levels_backward)
+    )
     below = list(tree.lengths)
     for segment in reversed(range(len(below))):
         if tree.parents[segment] >= 0:
@@ -60,4 +62,4 @@ def test_a_cuda_graph_of_one_tree(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(NotImplementedError, match="CUDA graph"):
-        levels.from_roots(boundaries, torch.zeros(1), None)
+        levels.run_levels_forward(boundaries, torch.zeros(1), None)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run
 
 
 class Mailbox:
-    """In the place of `send` and `receive`; a rank's group is named by its number."""
+    """In the place of `send`, `receive` and `shift`; a rank's group is named by its number."""
 
     def __init__(self):
         self.letters = defaultdict(deque)
@@ -49,6 +49,12 @@ class Mailbox:
         self.log.append("receive")
         return self
 
+    def shift(self, sent, received, step, group):
+        if sent is not None:
+            self.send(sent, step, group)
+        if received is not None:
+            self.receive(received, -step, group)
+
     def wait(self):
         pass
 
@@ -63,6 +69,7 @@ def mailbox(monkeypatch):
 
 def installed(patch):
     mailbox = Mailbox()
+    patch.setattr(neighbours, "shift", mailbox.shift)
     for module in (neighbours, levels):
         patch.setattr(module, "send", mailbox.send)
         patch.setattr(module, "receive", mailbox.receive)
@@ -191,7 +198,7 @@ def test_states_pass_from_rank_to_rank(drawn):
     with pytest.MonkeyPatch.context() as patch:
         stand_in_for_fla(patch)
         mailbox = installed(patch)
-        for walk, order in ((levels.from_roots, 1), (levels.from_leaves, -1)):
+        for walk, order in ((levels.run_levels_forward, 1), (levels.run_levels_backward, -1)):
             for rank in range(ranks)[::order]:
                 found = states_of(walk, docs[rank], mailbox)
                 for slot, (document, start, stop) in enumerate(plan.pieces[rank]):
@@ -224,7 +231,7 @@ def states_of(walk, docs, mailbox):
     waited = [slot for slot in at if at[slot] and ends[slot] < ends[slot + 1]]
     if docs.hops is not None:
         receives, sends, last = docs.hops.tolist()
-        if walk is levels.from_roots:
+        if walk is levels.run_levels_forward:
             assert waited == [0] * receives
         else:
             padded = int(docs.layout.cu_seqlens[-1]) < docs.layout.total_tokens

@@ -75,13 +75,13 @@ class Level(NamedTuple):
         return len(self.cu_seqlens) - 1
 
 
-Run = Callable[[Level, Tensor | None, Tensor | None], None]
+LaunchLevel = Callable[[Level, Tensor | None, Tensor | None], None]
 """Launches a kernel for a level. It reads states, or their gradients, and writes the next; fp32
 `[n, HV, K, V]`, None of plain documents."""
 
 
 def _levels(boundaries: Boundaries) -> tuple[list[Level], Level]:
-    """The levels from the roots on, none of plain documents; and all other slots."""
+    """The levels from the roots on, and the padding; of plain documents none, and all slots."""
     parents, levels = boundaries.parents, boundaries.levels
     every = _every_slot(boundaries)
     if parents is None or levels is None:
@@ -93,7 +93,7 @@ def _levels(boundaries: Boundaries) -> tuple[list[Level], Level]:
         of_level = parents[start:end].long() - above if start else None
         found.append(Level(cu_seqlens[start : end + 1], chunks[start : end + 1], of_level))
         above = start
-    return found, Level(cu_seqlens[last:], chunks[last:])
+    return found, Level(cu_seqlens[-3:-1], chunks[-3:-1])
 
 
 def _every_slot(boundaries: Boundaries) -> Level:
@@ -114,48 +114,50 @@ def _every_slot(boundaries: Boundaries) -> Level:
     return Level(cu_seqlens, prepare_chunk_offsets(cu_seqlens, CHUNK))
 
 
-def from_roots(boundaries: Boundaries, like: Tensor, run: Run) -> None:
+def run_levels_forward(boundaries: Boundaries, like: Tensor, launch: LaunchLevel) -> None:
     """Run a kernel that reads the initial states of a level, and writes the final ones."""
     if boundaries.hops is not None:
-        _along_ranks(boundaries, like, run)
+        _along_ranks(boundaries, like, launch)
         return
     levels, others = _levels(boundaries)
     final = like.new_empty(0)
     for level in levels:
         initial = _zeros(level, like) if level.parents is None else final[level.parents]
         final = torch.empty_like(initial)
-        run(level, initial, final)
-    _run_others(boundaries, others, like, run)
+        launch(level, initial, final)
+    _run_others(boundaries, others, like, launch)
 
 
-def from_leaves(boundaries: Boundaries, like: Tensor, run: Run) -> None:
+def run_levels_backward(boundaries: Boundaries, like: Tensor, launch: LaunchLevel) -> None:
     """Run a kernel that reads gradients of the final states, and writes those of the initial."""
     if boundaries.hops is not None:
-        _along_ranks(boundaries, like, run, back=True)
+        _along_ranks(boundaries, like, launch, back=True)
         return
     levels, others = _levels(boundaries)
     grads, parents = like.new_empty(0), None
     for level in reversed(levels):
         final = _zeros(level, like) if parents is None else _summed(grads, parents, level.slots)
         grads, parents = torch.empty_like(final), level.parents
-        run(level, final, grads)
-    _run_others(boundaries, others, like, run)
+        launch(level, final, grads)
+    _run_others(boundaries, others, like, launch)
 
 
-def _run_others(boundaries: Boundaries, others: Level, like: Tensor, run: Run) -> None:
-    """Run a kernel for plain documents, or for spare slots and padding beside trees.
+def _run_others(boundaries: Boundaries, others: Level, like: Tensor, launch: LaunchLevel) -> None:
+    """Run a kernel for plain documents, or for the padding behind trees.
 
-    The latter come last, as Triton tunes a kernel at its first launch, and most of them are empty.
-    They get states as all levels do, as Triton would tune the kernel once more without.
+    The padding comes last, as Triton tunes a kernel at its first launch, and there may be none. It
+    gets states as all levels do: for a kernel without them Triton would tune once more.
     """
     if boundaries.parents is None:
-        run(others, None, None)
+        launch(others, None, None)
     else:
         zeros = _zeros(others, like)
-        run(others, zeros, torch.empty_like(zeros))
+        launch(others, zeros, torch.empty_like(zeros))
 
 
-def _along_ranks(boundaries: Boundaries, like: Tensor, run: Run, *, back: bool = False) -> None:
+def _along_ranks(
+    boundaries: Boundaries, like: Tensor, launch: LaunchLevel, *, back: bool = False
+) -> None:
     """Run a kernel for the slots that wait for no rank, then for those that do.
 
     Forward the first slot waits for the rank before, whose state it starts from. Backward the last
@@ -181,7 +183,7 @@ def _along_ranks(boundaries: Boundaries, like: Tensor, run: Run, *, back: bool =
         if slots is waiting:
             receive(given[0], -step, boundaries.group).wait()
         found = torch.empty_like(given)
-        run(level, given, found)
+        launch(level, given, found)
         if leaving in slots and (hops.receives if back else hops.sends):
             works.append(send(found[leaving - slots.start], step, boundaries.group))
     for work in works:

@@ -19,8 +19,8 @@ from flexvarlen.recurrent.documents import CHUNK
 from flexvarlen.recurrent.fla_kernels.levels import (
     Boundaries,
     Level,
-    from_leaves,
-    from_roots,
+    run_levels_backward,
+    run_levels_forward,
 )
 
 # ---- delta rules ----
@@ -42,10 +42,10 @@ def delta_states(
     kernel = chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64
     tensors = {"k": k, "v": u, "w": w, "v_new": v_new, "h": h, "g": None, "gk": None} | gates
 
-    def run(level: Level, initial: Tensor | None, final: Tensor | None) -> None:
+    def launch(level: Level, initial: Tensor | None, final: Tensor | None) -> None:
         kernel[_grid(level, shapes)](**tensors, h0=initial, ht=final, **_constants(level, shapes))
 
-    from_roots(boundaries, h, run)
+    run_levels_forward(boundaries, h, launch)
     return h, v_new
 
 
@@ -73,7 +73,7 @@ def delta_state_gradients(
     tensors = {"q": q, "k": k, "w": w, "do": do, "dh": dh, "dv": dv, "dv2": dv_new}
     no_gates = {"g": None, "gk": None}
 
-    def run(level: Level, final: Tensor | None, initial: Tensor | None) -> None:
+    def launch(level: Level, final: Tensor | None, initial: Tensor | None) -> None:
         kernel[_grid(level, shapes)](
             **tensors,
             **(no_gates | gates),
@@ -83,7 +83,7 @@ def delta_state_gradients(
             **_constants(level, shapes),
         )
 
-    from_leaves(boundaries, dh, run)
+    run_levels_backward(boundaries, dh, launch)
     return dh, dv_new
 
 
@@ -100,13 +100,13 @@ def decayed_states(
     h = k.new_empty(1, len(boundaries.chunk_indices), *_state(shapes), dtype=dtype)
     tensors = {"k": k, "v": v, "h": h, "g": g}
 
-    def run(level: Level, initial: Tensor | None, final: Tensor | None) -> None:
+    def launch(level: Level, initial: Tensor | None, final: Tensor | None) -> None:
         constants = _constants_of_splits(level, shapes)
         chunk_fwd_kernel_h[_grid_of_splits(level, shapes)](
             **tensors, h0=initial, ht=final, **constants
         )
 
-    from_roots(boundaries, h, run)
+    run_levels_forward(boundaries, h, launch)
     return h
 
 
@@ -120,13 +120,13 @@ def decayed_state_gradients(
     dh = q.new_empty(1, len(boundaries.chunk_indices), *_state(shapes), dtype=dtype)
     tensors = {"q": q, "g": g, "do": do, "dh": dh}
 
-    def run(level: Level, final: Tensor | None, initial: Tensor | None) -> None:
+    def launch(level: Level, final: Tensor | None, initial: Tensor | None) -> None:
         constants = _constants_of_splits(level, shapes) | {"HQ": shapes["H"], "NG": 1}
         chunk_bwd_kernel_dh[_grid_of_splits(level, shapes)](
             **tensors, dht=final, dh0=initial, scale=1.0, **constants
         )
 
-    from_leaves(boundaries, dh, run)
+    run_levels_backward(boundaries, dh, launch)
     return dh
 
 
