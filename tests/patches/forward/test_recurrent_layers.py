@@ -155,11 +155,6 @@ def test_kernels_of_the_hub():
         fv.patch_model(model, "sdpa")
 
 
-def test_rows_over_ranks():
-    with pytest.raises(NotImplementedError, match=r"sequence_parallel_group.*rank to rank"):
-        fv.patch_model(new_model("lfm2"), "sdpa", sequence_parallel_group=object())
-
-
 def test_a_layer_that_calls_other_functions():
     class Own(torch.nn.Module):
         def __init__(self):
