@@ -30,7 +30,7 @@ def causal_convolution(
     Returns:
         `[T, C]` in the dtype of x.
 
-    Forward and backward are deterministic, except in plain torch on a GPU. No sync; traces.
+    Forward and backward are deterministic. No sync; traces.
 
     Raises:
         NotImplementedError: the documents lie on several ranks, and W is more than 4.

@@ -16,6 +16,7 @@ from flexvarlen.patches.attention.context import PackedForward
 from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
 from flexvarlen.patches.isolation.model_run import _State
 from flexvarlen.patches.isolation.verify import verify_isolation
+from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.verify.models import build_model
 from tests import forms
 
@@ -77,10 +78,13 @@ def packed_forward():
 def test_layers_elsewhere_share_a_copy():
     """What accelerate does with the keyword arguments of a layer that lies on another device."""
     packed = packed_forward()
+    packed.recurrent = RecurrentDocuments(packed.layout, for_any_row=True)
     first, second = (send_to_device({"packed": packed}, "meta")["packed"] for _ in range(2))
     assert first is second
     assert first.layout.device.type == "meta"
     assert first.routes is not packed.routes
+    assert first.recurrent.layout is first.layout
+    assert first.recurrent.for_any_row
     for here in ("cpu", None):  # None: of a layer that accelerate leaves where it is
         assert send_to_device({"packed": packed}, here)["packed"] is packed
 

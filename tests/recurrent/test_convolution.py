@@ -54,3 +54,21 @@ def test_triton(row, width, silu, bias):
     docs = RecurrentDocuments(layout.to("cuda"))
     for x, y in zip(run(tensors, silu, docs, "cuda", torch.float32), exact, strict=True):
         torch.testing.assert_close(x.cpu().double(), y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def _two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_gradients_are_the_same_bits_in_every_run():
+    """Of 200 answers to one prompt, whose last tokens all of them read."""
+    docs = RecurrentDocuments(Tree((40, *[9] * 200), (-1, *[0] * 200)).layout())
+    tensors = [randn(docs.layout.total_tokens, 256), randn(256, 4, seed=1)]
+    first, *others = (run(tensors, False, docs, "cpu", torch.float32) for _ in range(6))
+    for again in others:
+        assert all(map(torch.equal, first, again))

@@ -235,10 +235,12 @@ def test_the_same_is_refused_where_samples_happen_to_share_nothing(name, value):
     [
         ("phi3", "longrope"),
         ("bert", "bidirectional attention"),
+        ("mamba2", "batch_invariant"),  # without attention, whose backends refuse it
     ],
 )
 def test_models_without_trees(family, words):
-    model = fv.patch_model(new_model(family), "sdpa")
+    invariant = words == "batch_invariant"
+    model = fv.patch_model(new_model(family), "sdpa", batch_invariant=invariant)
     batch = shared_batch()
     with pytest.raises(NotImplementedError, match=words):
         model(input_ids=batch["input_ids"], packed_layout=batch["packed_layout"])
