@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexvarlen.layout.arguments import at_least
 from flexvarlen.layout.labels import LABEL_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.plan import plan_row
@@ -112,50 +113,63 @@ def shard_batch(
     refusal = _why_no_row(batch, ranks)
     if refusal is not None:
         raise ValueError(refusal)
-    if method not in get_args(Method):
-        names = ", ".join(map(repr, get_args(Method)))
-        raise ValueError(f"method must be one of {names}, got {method!r}; choose one.")
+    _check_options(method, causal=causal, window=window)
     layout: PackedLayout = batch["packed_layout"]
-    # Also where samples happen to share nothing, so that it does not depend on the batch.
-    are_trees = layout.segments is not None or LABEL_COUNTS in batch
-    if are_trees and method == "ulysses":
-        raise NotImplementedError(
-            "shard_row does not cut trees, whose branches would end in other shards, got method="
-            "'ulysses'; leave it out, and each rank gets whole ones."
-        )
-    if are_trees:
+    if _has_trees(batch):
+        if method == "ulysses":
+            raise NotImplementedError(
+                "shard_row does not cut trees, whose branches would end in other shards, got "
+                "method='ulysses'; leave it out, and each rank gets whole ones."
+            )
         here, own = own_trees(layout, _documents_of(layout), rank, ranks)
     elif method == "ulysses":
         here, own = torch.arange(layout.total_tokens).view(ranks, -1)[rank], layout
     else:
+        contiguous = method == "contiguous"
         here, own = _own_documents(
-            layout,
-            rank,
-            ranks,
-            contiguous=method == "contiguous",
-            causal=causal,
-            window=window,
+            layout, rank, ranks, contiguous=contiguous, causal=causal, window=window
         )
+    row = _completed(batch, ignore_index, causal=causal)
+    shard = {name: x if _is_whole(x) else x[:, here.to(x.device)] for name, x in row.items()}
+    return shard | {"packed_layout": own}
 
-    def share(x: Tensor) -> Tensor:
-        return x[:, here.to(x.device)]
 
-    found = {name: x if _is_whole(x) else share(x) for name, x in batch.items()}
-    found["packed_layout"] = own
-    if are_trees:  # whose positions the model makes
+def _check_options(method: str, *, causal: bool, window: int | None) -> None:
+    if method not in get_args(Method):
+        names = ", ".join(map(repr, get_args(Method)))
+        raise ValueError(f"method must be one of {names}, got {method!r}; choose one.")
+    if window is not None and causal:
+        raise ValueError(
+            f"window must come with causal=False, got window={window}; leave it out, as causal "
+            "attention needs no other shard where it has windows."
+        )
+    if window is not None:
+        at_least("window", window, 1)
+
+
+def _has_trees(batch: Mapping[str, Any]) -> bool:
+    """Also where samples happen to share nothing, so that it does not depend on the batch."""
+    return batch["packed_layout"].segments is not None or LABEL_COUNTS in batch
+
+
+def _completed(batch: Mapping[str, Any], ignore_index: int, *, causal: bool) -> dict[str, Any]:
+    """The row with what its ranks could not make: positions, next labels, the number of labels."""
+    layout: PackedLayout = batch["packed_layout"]
+    row = dict(batch)
+    counts: Tensor | None = None
+    if _has_trees(batch):  # whose positions the model makes
         if LABEL_COUNTS in batch and "shift_labels" in batch:
-            is_learned = batch["shift_labels"] != ignore_index
-            found.setdefault("num_items_in_batch", (batch[LABEL_COUNTS] * is_learned).sum())
-        return found
-    in_document = layout.position_ids() * layout.real_tokens()
-    found.setdefault("position_ids", share(in_document[None]))
-    if "labels" in batch:
-        learned = batch["labels"]
-        if causal:
-            learned = _next_labels(batch, ignore_index)
-            found["shift_labels"] = share(learned)
-        found.setdefault("num_items_in_batch", (learned != ignore_index).sum())
-    return found
+            counts = batch[LABEL_COUNTS] * (batch["shift_labels"] != ignore_index)
+    else:
+        in_document = layout.position_ids() * layout.real_tokens()
+        row.setdefault("position_ids", in_document[None])
+        if "labels" in batch and causal:
+            row["shift_labels"] = _next_labels(batch, ignore_index)
+        if "labels" in batch:
+            counts = row["shift_labels" if causal else "labels"] != ignore_index
+    if counts is not None:
+        row.setdefault("num_items_in_batch", counts.sum())
+    return row
 
 
 def _next_labels(batch: Mapping[str, Any], ignore_index: int) -> Tensor:

@@ -179,9 +179,9 @@ def _check_loss(forward: ForwardInputs) -> None:
             f"without shift_labels under a head {head}, whose labels are the tokens' own; call "
             "fv.shard_row(batch, group, causal=False)."
         )
-    elif inputs.get("return_dict") not in (None, True):
+    elif False in (inputs.get("return_dict"), forward.config.return_dict):
         raise ValueError(
-            "return_dict must be True with labels of a shard, got False; leave it out."
+            "return_dict must stay True with labels of a shard, got False; leave it out."
         )
 
 

@@ -233,10 +233,10 @@ MUTATIONS = (
         DOCUMENTS,
     ),
     Mutation(
-        "parallel: an encoder's labels are shifted",
+        "parallel: an encoder's labels are counted as next tokens",
         "flexvarlen/parallel/shard.py",
-        "if causal:",
-        "if True:",
+        'row["shift_labels" if causal else "labels"]',
+        "_next_labels(batch, ignore_index)",
         DOCUMENTS,
     ),
     Mutation(
@@ -249,8 +249,8 @@ MUTATIONS = (
     Mutation(
         "parallel: samples that share nothing are cut",
         "flexvarlen/parallel/shard.py",
-        "layout.segments is not None or LABEL_COUNTS in batch",
-        "layout.segments is not None",
+        "segments is not None or LABEL_COUNTS in batch",
+        "segments is not None",
         "tests/parallel/test_trees.py",
     ),
     Mutation(

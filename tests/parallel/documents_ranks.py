@@ -312,6 +312,8 @@ REFUSED = {
     "encoder's windows": "the layout of a shard must be made for attention with causal=False, w",
     "encoder's shard": "the layout of a shard must be made for attention with causal=True, got",
     "encoder's labels shifted": "labels of a shard must come with num_items_in_batch",
+    "encoder's tuple": "return_dict must stay True with labels of a shard",
+    "window of causal attention": "window must come with causal=False, got window=9",
     "pooler": "BertModel pools documents",
     "classifier": "BertForSequenceClassification pools documents",
     "shard by itself": "layout must be of whole documents, got one rank's shard",
@@ -340,7 +342,8 @@ def refused(group: Any) -> dict[str, str]:
     by_heads = fv.shard_row(batch, group, method="ulysses")
     plan = plan_row(ROWS["long"], 2, total_tokens=TOKENS)
     ids, others = shard["input_ids"], sharded_layout(plan.pieces, TOKENS // 2, 1 - rank)
-    both_ways = fv.shard_row(batch, group, causal=False)["packed_layout"]
+    of_encoder = fv.shard_row(batch, group, causal=False)
+    both_ways = of_encoder["packed_layout"]
     bert, modernbert = new_model("bert"), new_model("modernbert")
     of_bert = BertModel(bert.config), BertForSequenceClassification(bert.config)
     encoder, windows, pooler, classifier = (
@@ -362,6 +365,8 @@ def refused(group: Any) -> dict[str, str]:
         "encoder's windows": lambda: windows(ids, packed_layout=both_ways),
         "encoder's shard": lambda: model(ids, packed_layout=both_ways),
         "encoder's labels shifted": lambda: encoder(**shard | {"packed_layout": both_ways}),
+        "encoder's tuple": lambda: encoder(**of_encoder, return_dict=False),
+        "window of causal attention": lambda: fv.shard_row(batch, group, window=9),
         "pooler": lambda: pooler(ids, packed_layout=both_ways),
         "classifier": lambda: classifier(ids, packed_layout=both_ways),
         "other mask": lambda: attend(own, causal=False),

@@ -70,11 +70,14 @@ def test_columns_go_along_and_positions_do_not():
 
 def test_samples_that_share_nothing_are_not_cut_either():
     """Else it would depend on the batch whether a rank has whole samples."""
-    row = fv.TreeCollator(total_tokens=14)([[1, 2, 3], [4, 5, 6, 7, 8], [9, 9, 9]])
+    samples = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 9, 9]]
+    row = fv.TreeCollator(total_tokens=14)(samples)
     layouts = [shard_batch(row, rank, 2)["packed_layout"] for rank in range(2)]
     assert row["packed_layout"].segments is None
     assert [layout.lengths for layout in layouts] == [(5,), (3, 3)]
     assert all(layout.shard.exchange is None for layout in layouts)
+    with pytest.raises(ValueError, match="of 4 tokens each, got one of 5"):
+        shard_batch(fv.TreeCollator(total_tokens=8)(samples[:2]), 0, 2)
 
 
 def test_a_tighter_placement_is_found_where_even_work_leaves_no_room():
