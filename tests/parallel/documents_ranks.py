@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertForSequenceClassification, BertModel
+from transformers import BertForSequenceClassification, BertModel, Gemma3TextModel
 
 import flexvarlen as fv
 from flexvarlen.parallel.documents import documents_attention
@@ -23,7 +23,7 @@ from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.shard import Method
 from flexvarlen.parallel.sharded_layout import sharded_layout
 from tests.parallel.sharded_models import sentences
-from tests.tiny_models import VOCABULARY, new_model
+from tests.tiny_models import VOCABULARY, config_of, new_model
 
 WORLD = 8
 GROUPS = {2: (6, 7), 3: (1, 2, 3), 4: (0, 2, 4, 6), 8: tuple(range(8))}
@@ -236,6 +236,23 @@ MODELS = (
 )
 
 
+def embedding_model():
+    """EmbeddingGemma: a base model alone, with windows to both sides in one of two layers."""
+    torch.manual_seed(0)
+    config = config_of("gemma3_text", use_bidirectional_attention=True)
+    return Gemma3TextModel(config).eval()
+
+
+@torch.no_grad()
+def embedded(group: Any) -> dict[str, Any]:
+    """The hidden states of a rank's tokens."""
+    model = fv.patch_model(embedding_model(), "sdpa", sequence_parallel_group=group)
+    numbered = batch_of(ROWS["long"]) | {"tokens": torch.arange(TOKENS)[None]}
+    del numbered["labels"]
+    shard = fv.shard_row(numbered, group, causal=False, window=5)
+    return {"tokens": shard.pop("tokens")[0], "hidden": model(**shard).last_hidden_state[0]}
+
+
 def hybrid(kind: str, ranks: int, row: str, **arguments: Any) -> Model:
     return Model(kind, kind, ranks, row, method="contiguous", **arguments)
 
@@ -407,6 +424,7 @@ def run(rank: int, folder: str) -> None:
                     "encoder": graphs(group, "modernbert", documents, **MODERNBERT),
                     "trees": graphs(group, "llama", trees),
                 }
+                found["embedded"] = embedded(group)
                 found["refused"] = refused(group)
                 found["rounded_once"] = rounded_once(group)
     torch.save(found, Path(folder) / f"{rank}.pt")

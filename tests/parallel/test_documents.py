@@ -18,6 +18,8 @@ from tests.parallel.documents_ranks import (
     ROWS,
     TOKENS,
     WORLD,
+    batch_of,
+    embedding_model,
     run,
 )
 
@@ -85,6 +87,15 @@ def test_a_model_trains_as_on_the_whole_row(shares, case):
             assert summed.abs().max() < 1e-6
         else:
             assert_near(summed, parameter.grad, name)
+
+
+@torch.no_grad()
+def test_embeddings_of_a_decoder_that_became_an_encoder(shares):
+    batch = batch_of(ROWS["long"])
+    model = fv.patch_model(embedding_model(), "sdpa")
+    expected = model(batch["input_ids"], packed_layout=batch["packed_layout"]).last_hidden_state[0]
+    for share in (share["embedded"] for share in shares[2]):
+        assert_near(share["hidden"], expected[share["tokens"]], "hidden states")
 
 
 def test_gradients_are_added_in_fp32(shares):
