@@ -11,11 +11,13 @@ import torch
 import trl
 from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
-from flexvarlen.patches.context_parallel_trainer import is_padded
+from flexvarlen.patches.context_parallel_trainer import is_padded, why_not_shared
 from flexvarlen.patches.shard_collator import ShardCollator
 from tests.patches.context_parallel_ranks import ROWS, RUNS, WORLD, run, trained, trainer_of
+from tests.tiny_models import new_model
 from tests.two_processes import start
 
 SPEED = ("_runtime", "_per_second", "total_flos")
@@ -107,6 +109,14 @@ def test_options_of_padded_batches_are_refused(tmp_path):
         fv.patch_trainer(trainer, context_parallel=2, share_prefixes=True)
     with pytest.raises(ValueError, match="got 2 with 1; start more by torchrun"):
         fv.patch_trainer(trainer, context_parallel=2)
+
+
+def test_encoders_are_refused(tmp_path, monkeypatch):
+    """Their heads take the mean over the labels of a process."""
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    args = TrainingArguments(output_dir=str(tmp_path), report_to=[])
+    trainer = Trainer(model=new_model("bert"), args=args)
+    assert "must come without an encoder;" in why_not_shared(trainer, 2)
 
 
 def test_loader_workers_shard():
