@@ -24,9 +24,7 @@ from torch import Tensor
 
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
-
-Pieces = Sequence[Sequence[tuple[int, int, int]]]
-"""Of each rank, in the order of its tokens: (document, first token, one past the last)."""
+from flexvarlen.parallel.pieces import Pieces
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class KeyExchange:
 # ---- the tables ----
 
 
-class _Place(NamedTuple):
+class _HeldPiece(NamedTuple):
     """A piece of a document, the rank that holds it, and its first token there."""
 
     document: int
@@ -131,13 +129,13 @@ class _Place(NamedTuple):
         return self.stop - self.start
 
 
-def _by_document(pieces: Pieces) -> dict[int, list[_Place]]:
+def _by_document(pieces: Pieces) -> dict[int, list[_HeldPiece]]:
     """The pieces of each document, in its order."""
-    found: dict[int, list[_Place]] = defaultdict(list)
+    found: dict[int, list[_HeldPiece]] = defaultdict(list)
     for rank, own in enumerate(pieces):
         slot = 0
         for document, start, stop in own:
-            found[document].append(_Place(document, start, stop, rank, slot))
+            found[document].append(_HeldPiece(document, start, stop, rank, slot))
             slot += stop - start
     for places in found.values():
         places.sort()
@@ -146,11 +144,11 @@ def _by_document(pieces: Pieces) -> dict[int, list[_Place]]:
 
 def _keys_of(
     piece: tuple[int, int, int],
-    documents: dict[int, list[_Place]],
+    documents: dict[int, list[_HeldPiece]],
     *,
     causal: bool,
     reach: int | None,
-) -> list[_Place]:
+) -> list[_HeldPiece]:
     """What a piece attends to of the pieces of its document; see `KeyExchange.of`."""
     document, start, stop = piece
     if causal or reach is None:
@@ -170,14 +168,14 @@ def _padding(own: Sequence[tuple[int, int, int]], tokens_per_rank: int) -> int:
     return tokens_per_rank - sum(stop - start for _, start, stop in own)
 
 
-def _needed(keys: list[list[_Place]], rank: int) -> list[_Place]:
+def _needed(keys: list[list[_HeldPiece]], rank: int) -> list[_HeldPiece]:
     """What a rank receives, once each, by the rank that sends it."""
     others = {place for places in keys for place in places if place.rank != rank}
     return sorted(others, key=lambda place: (place.rank, place.slot))
 
 
 def _runs(
-    keys: list[list[_Place]], needed: list[_Place], rank: int, tokens: int
+    keys: list[list[_HeldPiece]], needed: list[_HeldPiece], rank: int, tokens: int
 ) -> list[tuple[int, int, int]]:
     """(slot, row, tokens) of the rows of keys; neighbours, as whole documents are, are one run."""
     arrivals, arrived = {}, tokens

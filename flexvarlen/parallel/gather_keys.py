@@ -23,7 +23,7 @@ from flexvarlen.parallel.exchange import KeyExchange
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
 
-Runs = list[list[int]]
+CopyRanges = list[list[int]]
 
 
 def gather_keys(
@@ -96,23 +96,25 @@ def gather_keys_backward(
 ) -> tuple[Tensor, Tensor]:
     """Sum each key's gradients, return those of received keys, and add what comes back, in fp32.
 
-    The first tokens, which one row of keys alone stands for, are copied as they are.
+    The leading tokens that only one piece of this rank attends to are copied without that sum.
     """
     gradients, all_runs = (dk_KHD, dv_KHD), runs.tolist()
-    alone = _tokens_alone(all_runs, sends.tolist(), tokens)
+    unshared = _leading_unshared_tokens(all_runs, sends.tolist(), tokens)
     slots, width = tokens + int(received.sum()), sum(x[0].numel() for x in gradients)
     wide = torch.promote_types(dk_KHD.dtype, torch.float32)
-    summed = dk_KHD.new_zeros(slots - alone, width, dtype=wide)
-    _add_runs(summed, gradients, [run for run in all_runs if run[0] >= tokens], alone)
-    theirs = summed[tokens - alone :]
-    returning = _all_to_all(theirs, _counts(sends, received), received.tolist(), group)
-    _add_runs(summed, gradients, [run for run in all_runs if run[0] < tokens], alone)  # meanwhile
-    returned, done = _wait_for(returning), 0
+    summed = dk_KHD.new_zeros(slots - unshared, width, dtype=wide)
+    _add_runs(summed, gradients, [run for run in all_runs if run[0] >= tokens], unshared)
+    grads_of_received = summed[tokens - unshared :]
+    arriving = _all_to_all(grads_of_received, _counts(sends, received), received.tolist(), group)
+    _add_runs(
+        summed, gradients, [run for run in all_runs if run[0] < tokens], unshared
+    )  # meanwhile
+    grads_from_others, done = _wait_for(arriving), 0
     for slot, _, n in sends.tolist():  # rank after rank
-        summed[slot - alone :][:n] += returned[done : done + n]
+        summed[slot - unshared :][:n] += grads_from_others[done : done + n]
         done += n
-    own = _split(summed[: tokens - alone].to(dk_KHD.dtype), gradients)
-    dk_CHD, dv_CHD = (torch.cat([x[:alone], y]) for x, y in zip(gradients, own, strict=True))
+    own = _split(summed[: tokens - unshared].to(dk_KHD.dtype), gradients)
+    dk_CHD, dv_CHD = (torch.cat([x[:unshared], y]) for x, y in zip(gradients, own, strict=True))
     return dk_CHD, dv_CHD
 
 
@@ -159,15 +161,15 @@ def _copy_runs(
                 target[row : row + n] = x[begin : begin + n]
 
 
-def _add_runs(summed: Tensor, gradients: Sequence[Tensor], runs: Runs, alone: int) -> None:
-    """Add the gradients of these runs to the sums, whose first slot is `alone`."""
+def _add_runs(summed: Tensor, gradients: Sequence[Tensor], runs: CopyRanges, unshared: int) -> None:
+    """Add the gradients of these runs to the sums, whose first slot is `unshared`."""
     for slot, row, n in runs:
-        skip = max(0, min(alone - slot, n))
+        skip = max(0, min(unshared - slot, n))
         for sums, x in zip(_split(summed, gradients), gradients, strict=True):
-            sums[slot + skip - alone :][: n - skip] += x[row + skip : row + n]
+            sums[slot + skip - unshared :][: n - skip] += x[row + skip : row + n]
 
 
-def _tokens_alone(runs: Runs, sends: Runs, tokens: int) -> int:
+def _leading_unshared_tokens(runs: CopyRanges, sends: CopyRanges, tokens: int) -> int:
     """The first own tokens that are the first rows of keys, and neither others nor sent."""
     others = [slot for slot, _, n in (*runs[1:], *sends) if n]
     return min([runs[0][2], tokens, *others])

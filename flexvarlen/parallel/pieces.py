@@ -1,4 +1,4 @@
-"""Pieces of documents: the row as it is, and documents whole, by their lengths alone.
+"""`Piece`, and the two simple plans: the row cut as it is, and documents that stay whole.
 
 Attention work is counted in pairs of a query and a key, of causal attention.
 """

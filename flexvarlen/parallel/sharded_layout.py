@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel.exchange import KeyExchange, Pieces
+from flexvarlen.parallel.exchange import KeyExchange
+from flexvarlen.parallel.pieces import Pieces
 from flexvarlen.parallel.windows import WindowExchange
 
 

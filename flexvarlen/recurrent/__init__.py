@@ -1,1 +1,11 @@
-"""Convolutions and scans (gated delta rule, Mamba-2) that start anew at each document."""
+"""Recurrent layers over documents and trees: convolutions, and scans (gated delta rule, Mamba-2).
+
+| module | holds |
+|---|---|
+| `functions.py` | what replaces transformers' functions: the convolution and the scans |
+| `documents.py` | the documents of a row, as these need them |
+| `convolution.py`, `triton/` | the short convolution |
+| `fla_kernels/` | fla's scans as operators; states that pass along trees; the check before use |
+| `fla_configs/` | stored configurations of fla's kernels |
+| `neighbours.py` | what passes between ranks where a document goes on |
+"""

@@ -172,7 +172,7 @@ MUTATIONS = (
     Mutation(
         "parallel: gradients of received keys are not returned",
         "flexvarlen/parallel/gather_keys.py",
-        "summed[slot - alone :][:n] += returned[done : done + n]",
+        "summed[slot - unshared :][:n] += grads_from_others[done : done + n]",
         "pass",
         DOCUMENTS,
     ),
