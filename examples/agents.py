@@ -53,15 +53,15 @@ def collate(tasks: list[list[Turn]]) -> dict[str, Any]:
     shared = fv.share_prefixes(turns)
     weights = torch.zeros(shared.layout.total_tokens)
     for turn, advantage, path in zip(turns, advantages, shared.paths, strict=True):
-        learned = torch.tensor(turn["labels"][1:]) != -100
-        weights[path[:-1][learned]] += advantage
+        is_label = torch.tensor(turn["labels"][1:]) != -100
+        weights[path[:-1][is_label]] += advantage
     weights /= shared.label_counts.sum()
     batch = {"input_ids": shared.input_ids, "packed_layout": shared.layout}
     return batch | {"shift_labels": shared.shift_labels[0], "weights": weights}
 
 
 class PolicyGradientTrainer(Trainer):
-    """A Trainer whose loss weighs each learned token by the advantages of its rollouts."""
+    """A Trainer whose loss weighs each label by the advantages of its rollouts."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
         labels, weights = inputs.pop("shift_labels"), inputs.pop("weights")

@@ -1,6 +1,6 @@
 """Train a chat model on packed rows, with LoRA: `accelerate launch examples/chat_sft.py --help`.
 
-Each line of `--data` is a JSON object with `messages`; only the assistant's answers are learned.
+Each line of `--data` is a JSON object with `messages`; only the assistant's answers are trained on.
 Every tenth chat is held out. What is saved needs no flexvarlen: `generate.py` lets it answer.
 
     accelerate launch examples/chat_sft.py --model Qwen/Qwen3-8B --data chats.jsonl --qlora
@@ -91,8 +91,8 @@ def main(
         raise typer.BadParameter("the model has no chat template; pass one: --chat-template")
     chats = read_chats(data, tokenizer)
     held_out = [document for chat in chats[::10] for document in chat]
-    learned = [document for i, chat in enumerate(chats) if i % 10 for document in chat]
-    train, test = (fv.PackedDataset(x, tokens, long="truncate") for x in (learned, held_out))
+    trained = [document for i, chat in enumerate(chats) if i % 10 for document in chat]
+    train, test = (fv.PackedDataset(x, tokens, long="truncate") for x in (trained, held_out))
     network = load_model(model, lora, qlora)
     if checkpointing:
         network.gradient_checkpointing_enable({"use_reentrant": False})

@@ -58,7 +58,7 @@ def by_document(
     Args:
         model: not patched.
         first: the position of each document's first token.
-        labels: of each document, -100 where nothing is learned; default: its tokens.
+        labels: of each document, -100 is ignored; default: its tokens.
         num_labels: what the sum is divided by; default: all labels that are foreseen.
         smoothing: of the labels.
         autocast: forwards run under bf16 autocast.

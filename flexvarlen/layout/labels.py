@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
 
-# Columns of a tree: how many samples share each token, and how many of these learn its label.
+# Columns of a tree: how many samples share each token, and in how many its label counts.
 SAMPLE_COUNTS, LABEL_COUNTS = "sample_counts", "label_counts"
 
 
@@ -38,13 +38,13 @@ def tree_loss(
 ) -> Tensor:
     """The cross entropy that the samples would have had if each was computed by itself.
 
-    A label of a row of trees counts for each of the samples that learn it.
+    A label of a row of trees counts once for each sample in which it is not -100.
 
     Args:
         logits: `[T, V]` or `[1, T, V]`, computed in at least fp32.
         shift_labels: integer `[T]` or `[1, T]`, the next token of each token, -100 where there is
             none.
-        label_counts: integer `[T]` or `[1, T]`, in how many samples each label is learned.
+        label_counts: integer `[T]` or `[1, T]`, in how many samples each label counts.
         num_items_in_batch: labels of all samples together, by which the sum is divided; None:
             those of this row.
 

@@ -24,13 +24,13 @@ class PrefixTree:
     """Rows as paths through segments, laid out depth first.
 
     Rows share a token if they are equal up to it. They part at the first token that differs, or,
-    where several branches learn theirs, one token earlier: so what predicts it has one label. A row
-    that others continue is the beginning of one of them.
+    where several branches have labels there, one token earlier, so that no token has two labels.
+    A row that others continue is the beginning of one of them.
 
     Args:
         rows: for each row int64 `[L, C]`, on the host.
-        learned: for each row bool `[L]`, whether it learns the token, which the one before it
-            predicts; not at its first. None: nowhere.
+        is_label: for each row bool `[L]`, whether the token is the label of the one before it;
+            False at its first. None: nowhere.
         max_depth: segments on a path at most; rows share nothing below. None: no bound.
         min_tokens: a shared segment shorter than this is repeated in each of its branches.
 
@@ -44,7 +44,7 @@ class PrefixTree:
     def __init__(
         self,
         rows: Sequence[NDArray[np.int64]],
-        learned: Sequence[NDArray[np.bool_]] | None = None,
+        is_label: Sequence[NDArray[np.bool_]] | None = None,
         *,
         max_depth: int | None = None,
         min_tokens: int = 1,
@@ -54,7 +54,7 @@ class PrefixTree:
         self.ends = [-1] * len(rows)
         self.depth = 0
         self._row_lengths = [len(row) for row in rows]
-        leaves = _leaves(rows, learned or [np.zeros(len(row), bool) for row in rows])
+        leaves = _leaves(rows, is_label or [np.zeros(len(row), bool) for row in rows])
         stack = [(leaves, 0, -1, 1)] if leaves else []
         while stack:
             group, start, parent, depth = stack.pop()
@@ -95,16 +95,18 @@ class _Leaf:
 
     Attributes:
         rows: their indices; its own is the last.
-        learned: bool `[L]`, whether any of them learns the token.
+        is_label: bool `[L]`, whether the token is a label in any of them.
         shared: the tokens that the next leaf in sorted order has in common with it.
     """
 
     rows: list[int]
-    learned: NDArray[np.bool_]
+    is_label: NDArray[np.bool_]
     shared: int
 
 
-def _leaves(rows: Sequence[NDArray[np.int64]], learned: Sequence[NDArray[np.bool_]]) -> list[_Leaf]:
+def _leaves(
+    rows: Sequence[NDArray[np.int64]], is_label: Sequence[NDArray[np.bool_]]
+) -> list[_Leaf]:
     """The leaves, sorted."""
     found, group = [], []
     order = sorted((i for i, row in enumerate(rows) if len(row)), key=lambda i: rows[i].tobytes())
@@ -112,9 +114,9 @@ def _leaves(rows: Sequence[NDArray[np.int64]], learned: Sequence[NDArray[np.bool
     for row, common in zip(order, [*shared, -1], strict=False):  # of no row, -1 is left
         group.append(row)
         if common < len(rows[row]):  # the next row does not continue it
-            own = learned[row].copy()
+            own = is_label[row].copy()
             for other in group[:-1]:
-                own[: len(learned[other])] |= learned[other]
+                own[: len(is_label[other])] |= is_label[other]
             found.append(_Leaf(group, own, common))
             group = []
     return found
@@ -137,7 +139,7 @@ def _parts(group: list[_Leaf]) -> tuple[int, list[list[_Leaf]]]:
     """
     *others, last = group
     if not others:
-        return len(last.learned), []
+        return len(last.is_label), []
     at = min(leaf.shared for leaf in others)
     branches: list[list[_Leaf]] = [[]]
     for leaf in others:
@@ -146,5 +148,5 @@ def _parts(group: list[_Leaf]) -> tuple[int, list[list[_Leaf]]]:
             branches.append([])
     branches[-1].append(last)
     branches.sort(key=lambda branch: (-len(branch), min(min(leaf.rows) for leaf in branch)))
-    learning = sum(any(leaf.learned[at] for leaf in branch) for branch in branches)
-    return at - (learning > 1), branches
+    labelled = sum(any(leaf.is_label[at] for leaf in branch) for branch in branches)
+    return at - (labelled > 1), branches

@@ -21,12 +21,12 @@ _ADD_MARKS = "put {% generation %} and {% endgeneration %} around answers, with 
 def tokenize_chat(
     messages: Sequence[Message], tokenizer: Any, *, tools: Sequence[Any] | None = None
 ) -> list[dict[str, list[int]]]:
-    """Tokenize a chat by its template; only the assistant's answers are to be learned.
+    """Tokenize a chat by its template; only the assistant's answers are trained on.
 
     A template with `{% generation %}` marks the answers itself. With any other, whose masks
     transformers leaves all zero, an answer is what the template adds to the prompt of its turn,
     without the white space after it; a message before all others answers nothing, and is not
-    learned. Where the template writes earlier answers in another way (Qwen3's leaves out their
+    trained on. Where the template writes earlier answers in another way (Qwen3's leaves out their
     thoughts), each answer ends a document of its own, as it would be generated.
 
     Args:
@@ -66,8 +66,8 @@ def tokenize_chat(
 def _marked(messages: Sequence[Message], render: Callable[..., str], template: str) -> _Text:
     """The text of a chat whose template marks the answers.
 
-    The masks of transformers are wrong where an answer begins or ends with a space (the rest of
-    the chat is learned, or nothing of it) or ends with a character of several tokens.
+    The masks of transformers are wrong where an answer begins or ends with a space (they keep
+    the rest of the chat, or nothing of it) or ends with a character of several tokens.
     """
     seen = _MARK.sub(rf"\1if true %}}{_SEEN}{{% endif\2", template)  # keeps the white space
     parts = render(messages, chat_template=seen).split(_SEEN)

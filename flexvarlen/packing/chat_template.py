@@ -94,8 +94,8 @@ def _require_whole(message: Message, turn: int, text: str, start: int) -> None:
 
 def _not_written(name: str, turn: int) -> ValueError:
     return ValueError(
-        f"the chat template must write {name}, without which message {turn} would be learned; use "
-        "one that does (names differ), or leave the chat out."
+        f"the chat template must write {name}, without which message {turn} would be trained on; "
+        "use one that does (names differ), or leave the chat out."
     )
 
 

@@ -229,6 +229,6 @@ def check_row(row: Mapping[str, NDArray[Any]], extra: Iterable[str]) -> None:
     tokens = row["input_ids"]
     if tokens.size and tokens.min() < 0:
         raise ValueError(
-            f"input_ids must be at least 0, got {tokens.min()}; fix the document (labels are "
-            "what is -100 where nothing is learned)."
+            f"input_ids must be at least 0, got {tokens.min()}; fix the document (only "
+            "labels may be -100)."
         )

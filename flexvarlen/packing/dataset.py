@@ -19,7 +19,7 @@ from flexvarlen.packing.examples import (
     blocks,
     check_options,
     cut_long,
-    learned_spans,
+    labelled_spans,
     piece_of,
     read_example,
     require_sequence,
@@ -38,9 +38,9 @@ class PackedDataset(Dataset[list[Columns]]):
 
     Lengths are read once, when the dataset is made, with a line of progress every few seconds: of
     a `datasets.Dataset` from the offsets of its Arrow lists, without their values; of any other
-    sequence by reading each example. Columns that decide what is learned (labels and masks) are
-    read with them. Items read their examples again. Padding within an example takes room in its
-    row, so tokenize without.
+    sequence by reading each example. Columns that say which tokens are trained on (labels, masks)
+    are read with them. Items read their examples again. Padding within an example takes room in
+    its row, so tokenize without.
 
     Args:
         dataset: the examples: a `datasets.Dataset`, a list, or any other sequence. Each is a
@@ -63,8 +63,8 @@ class PackedDataset(Dataset[list[Columns]]):
 
     Attributes:
         num_long: number of examples longer than `tokens`.
-        num_dropped: number of examples, or pieces of them, left out because nothing in them is
-            learned: empty, with all labels masked, or of one token that nothing predicts.
+        num_dropped: number of examples, or pieces of them, left out because they give no loss:
+            empty, with all labels masked, or of one token that nothing predicts.
         row_lengths: the lengths of each row's documents, in the order of this epoch.
 
     Raises:
@@ -193,7 +193,7 @@ class PackedDataset(Dataset[list[Columns]]):
         return piece_of(row, start, stop, bool(self.next_token_labels))
 
     def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
-        """Examples, starts and stops of the pieces in which something is learned."""
+        """Examples, starts and stops of the pieces that give a loss."""
         found, given, differs = [], False, False
         for begin, lengths, columns in blocks(self.dataset, self.extra):
             self.num_long += int((lengths > self.tokens).sum())
@@ -202,7 +202,7 @@ class PackedDataset(Dataset[list[Columns]]):
             labels = columns.get("labels")
             given |= labels is not None
             differs |= labels is not None and differ(labels, columns["input_ids"])
-            first, last = learned_spans(columns, lengths, examples, starts, stops)
+            first, last = labelled_spans(columns, lengths, examples, starts, stops)
             span = starts.astype(np.int32), stops.astype(np.int32)
             found.append((examples + begin, *span, last > first, last >= first))
         if self.next_token_labels is None or not given:  # labels of the collator are next tokens
@@ -212,7 +212,7 @@ class PackedDataset(Dataset[list[Columns]]):
         self.num_dropped += int((~kept).sum())
         if not kept.any():
             raise ValueError(
-                f"dataset must hold a document with labels that are learned, got none in "
+                f"dataset must hold a document with labels that are not -100, got none in "
                 f"{len(self.dataset)} examples; check their labels and masks, and tokens="
                 f"{self.tokens}, long={self.long!r}."
             )

@@ -1,4 +1,4 @@
-"""What is read of tokenized examples: their lengths, which tokens are learned, and their pieces."""
+"""Read tokenized examples: their lengths, which tokens are trained on, and their pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexvarlen.packing.pack import cut_into
 Columns = dict[str, NDArray[Any]]
 Long = Literal["split", "truncate", "drop"]
 
-_LABELLING = ("labels", "attention_mask", *LOSS_MASKS)  # they say which tokens are learned
+_LABELLING = ("labels", "attention_mask", *LOSS_MASKS)  # they say which tokens are trained on
 _BLOCK = 2_000  # examples read at a time: their labels are in memory together
 _REPORT_S = 5.0  # between two lines of progress
 
@@ -80,7 +80,7 @@ def blocks(
 ) -> Iterator[tuple[int, NDArray[np.int64], Columns]]:
     """First example, lengths and concatenated columns of some examples after others.
 
-    The columns are those that say what is learned, and input_ids with labels; or none.
+    The columns are those that say what is trained on, and input_ids with labels; or none.
     """
     first = dataset[0]
     names: list[str] = []
@@ -157,7 +157,7 @@ def piece_of(columns: Columns, start: int, stop: int, next_token_labels: bool) -
     return document
 
 
-def learned_spans(
+def labelled_spans(
     columns: Columns,
     lengths: NDArray[np.int64],
     examples: NDArray[np.int64],
@@ -166,20 +166,20 @@ def learned_spans(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The first token of each piece, without padding, and its last one with a label.
 
-    The label of a piece's first token, if of a next token, is not learned.
+    The label of a piece's first token, if of a next token, is ignored.
     """
     begins = (np.cumsum(lengths) - lengths)[examples]
     if not columns:
         return begins + starts, begins + stops - 1
     at = np.arange(columns["input_ids"].size)
-    kept = learned = np.ones(at.size, bool)
+    kept = labelled = np.ones(at.size, bool)
     if "attention_mask" in columns:
         kept = columns["attention_mask"] != 0
     for name in LOSS_MASKS:
         if name in columns:
-            learned = learned & (columns[name] != 0)
+            labelled = labelled & (columns[name] != 0)
     if "labels" in columns:
-        learned = learned & (columns["labels"] != IGNORED)
+        labelled = labelled & (columns["labels"] != IGNORED)
     first = np.minimum.accumulate(np.where(kept, at, at.size)[::-1])[::-1]
-    last = np.maximum.accumulate(np.where(kept & learned, at, -1))
+    last = np.maximum.accumulate(np.where(kept & labelled, at, -1))
     return first[begins + starts], last[begins + stops - 1]

@@ -31,7 +31,7 @@ class SharedPrefixes:
         input_ids: int64 `[1, T]`.
         shift_labels: int64 `[1, T]`, the label of each token's next token; -100 where it has none.
         sample_counts: int64 `[1, T]`, how many samples each token stands for; 0 at padding.
-        label_counts: int64 `[1, T]`, in how many of these the label is learned.
+        label_counts: int64 `[1, T]`, in how many of these the label counts.
         layout: the trees.
         paths: for each sample, in the caller's order, the tokens that it consists of, int64 `[L]`.
     """
@@ -106,14 +106,14 @@ def share_prefixes(
     """Lay samples out as trees, in which what they have in common is computed once.
 
     Samples share a token if all tokens up to it are equal, and the labels of their next tokens
-    agree; -100 agrees with every label, so that a token may be learned in some of its samples. So
-    branches begin at the first token that differs, or, where several of them learn theirs, one
-    token before it. Equal samples share everything, and a sample that others continue is the
-    beginning of one of them. A label that is not its own token counts as a difference.
+    agree; -100 agrees with every label, so that a token may have a label in only some of its
+    samples. Branches begin at the first token that differs, or, where several of them have labels
+    there, one token before it. Equal samples share everything, and a sample that others continue
+    is the beginning of one of them. A label that is not its own token counts as a difference.
 
     Args:
         samples: token ids, or mappings with `input_ids` and perhaps `labels`, aligned with the
-            input_ids as in transformers, not shifted; -100 where nothing is learned.
+            input_ids as in transformers, not shifted; -100 is ignored by the loss.
         total_tokens: T; default: the tokens of the trees. The rest is padding.
         pad_token_id: what padding holds, which no sample sees; None: 0.
         device: where the tensors go.
@@ -141,8 +141,8 @@ def share_prefixes(
         raise ValueError("samples must hold at least one sample, got none; pass some.")
     min_tokens, max_depth = _checked(min_tokens, max_depth)
     pad_token_id = pad_token_id_of(None, pad_token_id)
-    rows, learned = zip(*map(_with_labels, range(len(samples)), samples), strict=True)
-    tree = PrefixTree(rows, learned, max_depth=max_depth, min_tokens=min_tokens)
+    rows, is_label = zip(*map(_with_labels, range(len(samples)), samples), strict=True)
+    tree = PrefixTree(rows, is_label, max_depth=max_depth, min_tokens=min_tokens)
     layout = PackedLayout.from_tree(
         tree.lengths,
         tree.parents,
@@ -153,12 +153,12 @@ def share_prefixes(
         max_depth=max_depth,
     )
     paths, total = tuple(tree.paths()), layout.total_tokens
-    (tokens, labels), is_label = np.concatenate(rows).T, np.concatenate(learned)
+    (tokens, labels), labelled = np.concatenate(rows).T, np.concatenate(is_label)
     index = torch.cat(paths).numpy()
-    predicting = np.roll(index, 1)[is_label]
+    predicting = np.roll(index, 1)[labelled]
     ids, shift_labels = np.full(total, pad_token_id), np.full(total, IGNORE_INDEX)
     ids[index] = tokens
-    shift_labels[predicting] = labels[is_label]
+    shift_labels[predicting] = labels[labelled]
     counts = (np.bincount(x, minlength=total) for x in (index, predicting))
     row_4T = torch.from_numpy(np.stack([ids, shift_labels, *counts])).to(device)
     ids_1T, labels_1T, sample_counts, label_counts = row_4T.split(1)
@@ -166,13 +166,13 @@ def share_prefixes(
 
 
 def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """int64 `[L, 2]`, each token and its label, itself where none is learned; and where one is."""
+    """Tokens with their labels, or themselves at -100, int64 `[L, 2]`; is_label, bool `[L]`."""
     given = sample if isinstance(sample, Mapping) else {"input_ids": sample}
     others = [name for name in given if name not in ("input_ids", "labels")]
     if others or "input_ids" not in given:
         raise ValueError(
             "a sample must have input_ids and perhaps labels, and no other column, got "
-            f"{', '.join(given)} at index {index}; set labels to -100 where nothing is learned, "
+            f"{', '.join(given)} at index {index}; set labels to -100 where a mask is 0, "
             "and drop the others."
         )
     ids = int64s(f"input_ids of sample {index}", given["input_ids"], _IDS)
@@ -181,17 +181,17 @@ def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray
         labels = int64s(f"labels of sample {index}", given["labels"], _IDS)
     if ids.min(initial=0) < 0:
         raise ValueError(
-            f"input_ids of sample {index} must be at least 0, got {ids.min()}; fix it (labels are "
-            "what is -100 where nothing is learned)."
+            f"input_ids of sample {index} must be at least 0, got {ids.min()}; fix it (only "
+            "labels may be -100)."
         )
     if not len(ids) or len(labels) != len(ids):
         raise ValueError(
             "a sample must have tokens, and as many labels, got "
             f"{len(ids)} and {len(labels)} at index {index}; drop or fix it."
         )
-    learned = labels != IGNORE_INDEX
-    learned[0] = False  # no token predicts the first
-    return np.stack([ids, np.where(learned, labels, ids)], axis=1), learned
+    is_label = labels != IGNORE_INDEX
+    is_label[0] = False  # no token predicts the first
+    return np.stack([ids, np.where(is_label, labels, ids)], axis=1), is_label
 
 
 def _checked(min_tokens: int, max_depth: int | None) -> tuple[int, int | None]:

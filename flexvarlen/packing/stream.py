@@ -18,7 +18,7 @@ from flexvarlen.packing.examples import (
     columns_of,
     cut_long,
     joined,
-    learned_spans,
+    labelled_spans,
     piece_of,
 )
 from flexvarlen.packing.pack import pack
@@ -46,13 +46,13 @@ class StreamPacker(IterableDataset[list[Columns]]):
 
     Attributes:
         num_long: number of examples of this pass that were longer than `tokens`.
-        num_dropped: number of its examples, or pieces of them, in which nothing is learned, as in
+        num_dropped: number of its examples, or pieces of them, that give no loss, as in
             `PackedDataset`. Loader workers count both in their own copies.
 
     Raises:
         ValueError: an argument is invalid; or, while rows are drawn, an example is no tokenized
-            document (the message has its number), or nothing is learned in as many as the buffer
-            holds, or, without loader workers, in the whole stream.
+            document (the message has its number), or as many as the buffer holds give no loss,
+            or, without loader workers, in the whole stream.
 
     >>> stream = StreamPacker([[1, 2, 3, 4, 5], [6, 7, 8], list(range(10, 19))], 8, buffer=4)
     >>> [[document["input_ids"].tolist() for document in row] for row in stream]
@@ -170,7 +170,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
                     yield from rows
         if not any_kept and (worker is None or read == self.buffer):
             raise ValueError(
-                "dataset must hold documents with labels that are learned, got none in the first "
+                "dataset must hold documents with labels that are not -100, got none in the first "
                 f"{read} examples; check their labels and masks, and tokens={self.tokens}, "
                 f"long={self.long!r}."
             )
@@ -185,7 +185,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
         return islice(self.dataset, worker.id, None, worker.num_workers)
 
     def _pieces(self, example: Any, number: int) -> list[Columns]:
-        """The pieces of an example in which something is learned."""
+        """The pieces of an example that give a loss."""
         columns = columns_of(example, f"example {number} of dataset", self.extra)
         lengths, labelling = joined([columns])
         self.num_long += int(lengths[0] > self.tokens)
@@ -198,7 +198,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
         elif next_token is None:
             next_token = not differ(columns["labels"], columns["input_ids"])
         examples, starts, stops = cut_long(lengths, self.tokens, self.long)
-        first, last = learned_spans(labelling, lengths, examples, starts, stops)
+        first, last = labelled_spans(labelling, lengths, examples, starts, stops)
         kept = last > first if next_token else last >= first
         self.num_dropped += int((~kept).sum())
         spans = zip(starts[kept].tolist(), stops[kept].tolist(), strict=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from flexvarlen.packing.prefixes import SharedPrefixes
 
-SEEN_COLOR, LEARNED_COLOR = "#56B4E9", "#E69F00"
+CONTEXT_COLOR, LABEL_COLOR = "#56B4E9", "#E69F00"
 _INCHES, _INCHES_A_LINE = 8.0, 0.34
 _HEIGHT = 0.62  # of a bar; lines are 1 apart
 
@@ -60,7 +60,7 @@ def save_tree_picture(
         fontsize=10,
         loc="left",
     )
-    kinds = ((SEEN_COLOR, "seen"), (LEARNED_COLOR, "learned in a sample"))
+    kinds = ((CONTEXT_COLOR, "context only"), (LABEL_COLOR, "trained on in some sample"))
     handles = [Patch(facecolor=color, label=label) for color, label in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,21 +90,21 @@ def _lines(shared: SharedPrefixes) -> list[int]:
 
 def _draw_segments(axes: Axes, shared: SharedPrefixes, lines: list[int]) -> None:
     positions = shared.layout.position_ids().tolist()
-    learned = _is_learned(shared)
+    is_label = _is_label(shared)
     token = 0
     for segment, (length, parent) in enumerate(zip(*_segments(shared), strict=True)):
         x = positions[token]
         if parent >= 0 and lines[parent] != lines[segment]:
             ends = (lines[parent] + _HEIGHT / 2, lines[segment])
             axes.vlines(x, *ends, color="#555555", linewidth=0.8)
-        for is_learned, run in groupby(learned[token : token + length]):
-            color, width = LEARNED_COLOR if is_learned else SEEN_COLOR, len(list(run))
+        for has_label, run in groupby(is_label[token : token + length]):
+            color, width = LABEL_COLOR if has_label else CONTEXT_COLOR, len(list(run))
             axes.barh(lines[segment], width, left=x, height=_HEIGHT, color=color, linewidth=0)
             x += width
         token += length
 
 
-def _is_learned(shared: SharedPrefixes) -> list[bool]:
+def _is_label(shared: SharedPrefixes) -> list[bool]:
     """For each token whether the one before it on a path has it as its label."""
     ids, labels = shared.input_ids[0].cpu(), shared.shift_labels[0].cpu()
     found = torch.zeros_like(ids, dtype=torch.bool)

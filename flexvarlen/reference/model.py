@@ -313,8 +313,8 @@ def weighted_loss(
     """The sum of each document's losses of given labels, each with a weight, over `counted`.
 
     Args:
-        labels: of each document, int64 `[L]`: what follows each of its tokens; -100 where nothing
-            is learned.
+        labels: of each document, int64 `[L]`: what follows each of its tokens; -100 is
+            ignored.
         weights: of each document, `[L]`.
         counted: 0-d.
     """

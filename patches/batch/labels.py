@@ -48,8 +48,8 @@ def mask_labels(
         if group is None and labels.numel() != len(first):
             raise ValueError(
                 f"{name} must have one label for each of {len(first)} tokens, got shape "
-                f"{tuple(labels.shape)}; pass labels shaped like input_ids, -100 where "
-                "nothing is learned."
+                f"{tuple(labels.shape)}; pass labels shaped like input_ids, -100 at "
+                "tokens that the loss ignores."
             )
         masked_T = first
         if name == "shift_labels":  # shift_labels[t] is token t + 1

@@ -78,7 +78,7 @@ def refuse_unread(
         if name in _LOSS_MASKS:
             raise ValueError(
                 f"{name} must be applied to the labels before a model is called, got it as an "
-                "argument, which no model reads: what it masks would be learned; let "
+                "argument, which no model reads: what it masks would be trained on; let "
                 "PackedCollator make the batch, or set the labels to -100 where it is 0 and drop "
                 "the column."
             )

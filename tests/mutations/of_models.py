@@ -11,7 +11,7 @@ MUTATIONS = (
         "tests/patches/test_patch_undo.py",
     ),
     Mutation(
-        "labels: first tokens are learned",
+        "labels: first tokens count",
         "patches/batch/labels.py",
         "inputs[name] = labels.masked_fill(is_masked, IGNORE_INDEX)",
         "inputs[name] = labels",

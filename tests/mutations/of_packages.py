@@ -156,7 +156,7 @@ MUTATIONS = (
         "tests/layout/test_per_document.py",
     ),
     Mutation(
-        "packing: labels at first tokens are learned",
+        "packing: labels at first tokens count",
         "flexvarlen/packing/collator.py",
         """each["labels"][0] = IGNORED""",
         "pass",

@@ -152,7 +152,7 @@ def test_the_kind_of_labels_may_be_given(labels, kind, kept):
     assert sum(map(len, stream)) == kept
 
 
-def test_a_stream_in_which_nothing_is_learned_ends():
+def test_a_stream_without_labels_ends():
     """Also an endless one, and in loader workers."""
 
     def endless():
@@ -163,7 +163,7 @@ def test_a_stream_in_which_nothing_is_learned_ends():
         def __iter__(self):
             return endless()
 
-    message = "labels that are learned, got none in the first 9 examples; .*long='split'"
+    message = "labels that are not -100, got none in the first 9 examples; .*long='split'"
     with pytest.raises(ValueError, match=message):
         next(iter(fv.StreamPacker(endless(), 8, buffer=9)))
     stream = fv.StreamPacker(Endless(), 8, buffer=9)

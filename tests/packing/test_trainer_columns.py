@@ -86,7 +86,7 @@ EACH = (("seq_lengths",), ("seq_idx",), ("cu_seq_lens_q",), ("seq_lengths", "ass
     ],
 )
 def test_a_column_that_trainer_takes_away(columns, source, how, tmp_path):
-    """Each row would be one document, and prompts would be learned, without a word."""
+    """Each row would be one document, and prompts would be trained on, without a word."""
     dataset = rows(columns)
     if source != "list":
         dataset = datasets.Dataset.from_list(dataset)
@@ -115,7 +115,7 @@ def test_a_column_that_reaches_the_model(column, tmp_path):
     dataset = [{"input_ids": x[:2], "labels": x[:2], column: [1, 1]} for x in DOCUMENTS[:2]]
     model = fv.patch_model(new_model("qwen3"), "sdpa")
     given = arguments_of(model, tmp_path, dataset, default_data_collator)
-    with pytest.raises(ValueError, match=rf"{column}.*(would see|would be learned)"):
+    with pytest.raises(ValueError, match=rf"{column}.*(would see|would be trained on)"):
         Trainer(**given).train()
 
 

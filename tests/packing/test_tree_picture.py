@@ -1,4 +1,4 @@
-"""The picture of samples that share prefixes: what is learned, and a line for each branch."""
+"""The picture of samples that share prefixes: what has labels, and a line for each branch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 import flexvarlen as fv
-from flexvarlen.packing.tree_picture import LEARNED_COLOR, SEEN_COLOR, _is_learned, _lines
+from flexvarlen.packing.tree_picture import CONTEXT_COLOR, LABEL_COLOR, _is_label, _lines
 from tests.packing.test_prefixes import ids_of, sample_lists, shifted
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -22,15 +22,15 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 def test_a_token_is_drawn_as_learned_where_a_sample_learns_it(samples):
     """One that samples repeat, as they part behind it, is drawn alike in all of them."""
     shared = fv.share_prefixes(samples)
-    learned, beginnings = _is_learned(shared), set()
+    is_label, beginnings = _is_label(shared), set()
     for sample, path in zip(samples, shared.paths, strict=True):
         for i, (token, label) in enumerate(zip(path[1:].tolist(), shifted(sample), strict=False)):
             if label != -100:
-                assert learned[token]
+                assert is_label[token]
                 beginnings.add(tuple(ids_of(sample)[: i + 2]))
     for sample, path in zip(samples, shared.paths, strict=True):
         for i, token in enumerate(path.tolist()):
-            assert not learned[token] or tuple(ids_of(sample)[: i + 1]) in beginnings
+            assert not is_label[token] or tuple(ids_of(sample)[: i + 1]) in beginnings
 
 
 def test_a_line_for_each_branch():
@@ -47,7 +47,7 @@ def test_a_line_for_each_branch():
 def test_a_png_has_both_colours(samples, tmp_path):
     path = fv.share_prefixes(samples).save_picture(tmp_path / "new" / "a.png")
     pixels = imread(path)[..., :3].reshape(-1, 3)
-    for color in (SEEN_COLOR, LEARNED_COLOR):
+    for color in (CONTEXT_COLOR, LABEL_COLOR):
         assert (np.abs(pixels - to_rgb(color)).max(1) < 0.01).sum() > 500
 
 
@@ -66,5 +66,5 @@ def test_the_picture_of_the_page_is_current(tmp_path):
     module.main(tmp_path)
     mine, there = imread(tmp_path / "agents.png"), imread(DOCS / "images" / "agents.png")
     assert mine.shape == there.shape, "run: python docs/make_agents.py"
-    bars = [np.abs(x[..., :3] - to_rgb(LEARNED_COLOR)).max(2) < 0.01 for x in (mine, there)]
+    bars = [np.abs(x[..., :3] - to_rgb(LABEL_COLOR)).max(2) < 0.01 for x in (mine, there)]
     assert (bars[0] != bars[1]).mean() < 0.01

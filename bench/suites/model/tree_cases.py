@@ -24,7 +24,7 @@ SEGMENTS = "segments:"
 """Begins a variant in which every segment is a document of its own: as many tokens, no trees."""
 
 Form = Literal["equal", "ragged", "paths", "chain", "agents"]
-"""Trees that are alike; `Tree.ragged`; `Tree.uneven`, of which all tokens are learned; one tree in
+"""Trees that are alike; `Tree.ragged`; `Tree.uneven`, of which all tokens have labels; one tree in
 which each root but the first continues the one before it; `Tree.of_agents`."""
 
 Shape = tuple[tuple[int, int], ...]
@@ -118,7 +118,7 @@ class Tree:
         return list(PackedLayout.from_tree(self.lengths, self.parents).paths())
 
     def labelled(self, form: Form) -> list[bool]:
-        """Which segments are learned: the turns of agents; all of paths; else all but roots."""
+        """Which segments have labels: the turns of agents; all of paths; else all but roots."""
         if form == "agents":
             return [segment not in self.parents for segment in range(len(self.parents))]
         return [parent >= 0 or form == "paths" for parent in self.parents]

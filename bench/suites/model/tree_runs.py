@@ -268,7 +268,7 @@ class TreeSteps(Experiment):
 def row_of(
     tree: Tree, ids: Tensor, *, form: Form = "equal", of_segments: bool = False
 ) -> TreeBatch:
-    """A row of trees; each token of a segment that is learned is labelled with the next.
+    """A row of trees; in segments with labels, each token's label is the next token.
 
     Args:
         tree: the segments.

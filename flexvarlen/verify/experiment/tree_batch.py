@@ -29,7 +29,7 @@ class TreeBatch:
         input_ids: int64 `[1, T]`.
         trees: the layout.
         shift_labels: int64 `[1, T]`, the label of each token's next token; -100 where it has none.
-        label_counts: int64 `[1, T]`, in how many samples each label is learned.
+        label_counts: int64 `[1, T]`, in how many samples each label counts.
         source: where the tokens come from, for the report.
         unit, sample: what is replaced to find leaks, and what runs alone, in words.
     """
