@@ -98,7 +98,7 @@ def test_leaking_backend_of_ours_fails_the_command(monkeypatch):
 
 
 def test_leaking_scan_of_ours_is_to_be_reported(monkeypatch):
-    def over_all_documents(run, documents, rows, like, *, why):
+    def over_all_documents(run, documents, rows, like, of_state, *, why):
         return run(None, False, *rows)[0]
 
     monkeypatch.setattr(functions, "_loop_over_documents", over_all_documents)

@@ -187,9 +187,9 @@ def test_padding_inside_a_row_goes_last_too():
     assert sorted(padding) == [0, 4, 7]
 
 
-@pytest.mark.parametrize(("mean", "seconds"), [(500, 0.02), (20, 0.4)])
-def test_a_million_tokens_take_less_than_20_ms(mean, seconds):
-    """Rows of tens of thousands of tiny documents take longer, but not the square of it."""
+@pytest.mark.parametrize(("mean", "seconds"), [(500, 0.1), (20, 2)])
+def test_a_million_tokens_do_not_take_the_square_of_the_documents(mean, seconds):
+    """A fast machine takes 11 ms and 260 ms; the bounds leave room for slow ones."""
     rng = np.random.default_rng(0)
     lengths = log_normal_row(2**20, mean, 1.0, rng)
     took = []
