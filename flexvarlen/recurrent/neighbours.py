@@ -63,16 +63,13 @@ def receive(x: Tensor, step: int, group: str) -> Any:
 
 
 def shift(sent: Tensor | None, received: Tensor | None, step: int, group: str) -> None:
-    """Send to the rank `step` after this one and receive from the one `step` before, at once.
+    """Send to the rank `step` after this one and receive from the one `step` before. None: nothing.
 
-    One after the other, NCCL would pass them on rank by rank. None: nothing goes there.
+    Not `batch_isend_irecv`, whose first call under NCCL must come from all ranks of the group.
     """
-    hops = []
-    for operation, x, away in ((dist.isend, sent, step), (dist.irecv, received, -step)):
-        if x is not None:
-            ranks, other = _neighbour(away, group)
-            hops.append(dist.P2POp(operation, x, other, ranks))
-    for work in dist.batch_isend_irecv(hops) if hops else ():
+    works = [] if sent is None else [send(sent, step, group)]
+    works += [] if received is None else [receive(received, -step, group)]
+    for work in works:
         work.wait()
 
 

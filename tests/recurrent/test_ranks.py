@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run
 
 
 class Mailbox:
-    """In the place of `send`, `receive` and `shift`; a rank's group is named by its number."""
+    """In the place of `send` and `receive`; a rank's group is named by its number."""
 
     def __init__(self):
         self.letters = defaultdict(deque)
@@ -49,12 +49,6 @@ class Mailbox:
         self.log.append("receive")
         return self
 
-    def shift(self, sent, received, step, group):
-        if sent is not None:
-            self.send(sent, step, group)
-        if received is not None:
-            self.receive(received, -step, group)
-
     def wait(self):
         pass
 
@@ -69,7 +63,6 @@ def mailbox(monkeypatch):
 
 def installed(patch):
     mailbox = Mailbox()
-    patch.setattr(neighbours, "shift", mailbox.shift)
     for module in (neighbours, levels):
         patch.setattr(module, "send", mailbox.send)
         patch.setattr(module, "receive", mailbox.receive)
