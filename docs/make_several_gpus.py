@@ -1,4 +1,4 @@
-"""Make docs/images/several-gpus.png: which tokens of a row lie where, and which keys travel."""
+"""Make docs/images/several-gpus.png: which tokens lie where, and which keys are sent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(folder: Path = IMAGES) -> None:
         piece: f"D{cut.index(piece) + 1}" if piece in cut else _name(piece) for piece in pieces
     }
     figure, (axes,) = chart(
-        "Seven documents lie whole on a GPU, and of the one that is cut the keys travel",
+        "Seven documents stay whole; only keys of the split one are sent",
         "A row of 8 documents, A to H, on 4 GPUs of 4,096 tokens. Hatched: keys of D from other "
         f"GPUs. Attention work is within {max(plan.work()) * RANKS / sum(plan.work()) - 1:.2%} of "
         "the mean.",

@@ -1,10 +1,10 @@
 """Learn from recorded conversations of an agent: `accelerate launch examples/agents.py --help`.
 
 Each line of `--data` is a JSON object, one rollout: "messages", the "task" that it attempts, its
-"reward", and perhaps "tools". All turns of all rollouts of a task become one tree, which holds what
-they have in common once. As in GRPO, a rollout's advantage is its reward compared with the others
-of its task. The loss is the policy gradient, without ratios and clipping: it needs rollouts of the
-model itself, so the script passes over the file once; then record new ones.
+"reward", and optionally "tools". All turns of all rollouts of a task become one tree, so that
+common prefixes are computed once. As in GRPO, a rollout's advantage is its reward compared with the
+others of its task. The loss is the policy gradient, without importance ratios and clipping: it
+needs rollouts of the model itself, so the script passes over the file once; then record new ones.
 
     accelerate launch examples/agents.py --model ./my-model --data rollouts.jsonl
 """

@@ -90,7 +90,7 @@ def find_checkpoint(out: Path, run: dict[str, int], resume: bool) -> tuple[Path 
     progress = json.loads((found[-1] / "progress.json").read_text())
     if (saved := {name: progress[name] for name in run}) != run:
         raise typer.BadParameter(
-            f"run must be {saved}, got {run}; use these settings, or name another out."
+            f"settings must be the checkpoint's, {saved}, got {run}; use them, or another --out."
         )
     return found[-1], progress
 
@@ -219,10 +219,10 @@ def main(
                 save(accelerator, out, progress)
                 begin = time.perf_counter()
         progress["epoch"], progress["batch"] = progress["epoch"] + 1, 0
-    main, state = accelerator.is_main_process, accelerator.get_state_dict(network)
+    is_main, state = accelerator.is_main_process, accelerator.get_state_dict(network)
     network = accelerator.unwrap_model(network)
-    network.save_pretrained(out, main, state_dict=state, save_function=accelerator.save)
-    if main:
+    network.save_pretrained(out, is_main, state_dict=state, save_function=accelerator.save)
+    if is_main:
         tokenizer.save_pretrained(out)
     accelerator.print(f"Trained model in {out}: AutoModelForCausalLM.from_pretrained({str(out)!r})")
     accelerator.end_training()

@@ -99,7 +99,8 @@ def patch_model(
         share_prefixes: with `unpad`, compute what rows have in common at their beginnings once.
         sequence_parallel_group: ranks that share each row. They call the model together, each with
             what `shard_row(batch, group)` returns; with recurrent layers it takes
-            `method="contiguous"`, for an encoder `causal=False`.
+            `method="contiguous"`, for an encoder `causal=False`, and `window=` if it
+            has sliding windows.
         verify: check the patched model on a small random batch, as `verify_isolation` does; a kind
             of model that passed is not checked again in the same process.
 

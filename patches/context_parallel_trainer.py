@@ -1,8 +1,8 @@
 """Context parallelism in Trainer and TRL's SFTTrainer: P processes share each packed row.
 
 The ranks 0 to P - 1 form a group, the next P another. All ranks of a group load the same batch,
-each keeps its shard, and the groups are to the Trainer what processes are without: W processes in
-groups of P train as W / P would, and one group as a single process.
+and each keeps its shard. The Trainer treats a group as one process: W processes in groups of P
+train as W / P would.
 
 Trainer counts the labels of all ranks (their shards' `shift_labels`), and multiplies each loss by
 the number of ranks, over which DDP and FSDP2 take the mean. So the losses of shards need nothing
@@ -35,10 +35,10 @@ from flexvarlen.patches.state import BackendChoice
 
 
 def share_rows(trainer: Trainer, backend: BackendChoice, ranks: int) -> None:
-    """Make each `ranks` processes of a trainer share the rows of its batches.
+    """Make groups of `ranks` processes of a trainer share each packed row.
 
     Raises:
-        ValueError: a setting of the trainer that does not go with shards of rows.
+        ValueError: a setting of the trainer does not work with shards of rows.
         NotImplementedError: a trainer of padded batches, or a model that cannot be sharded.
     """
     why = why_not_shared(trainer, ranks)
@@ -208,8 +208,10 @@ def why_not_shared(trainer: Any, ranks: int) -> str | None:
     """Why the processes of a trainer cannot share rows, or None."""
     args = trainer.args
     if isinstance(trainer, SharedRows):
-        return "trainer must be patched once with context_parallel, got it again; make a new one."
-    if args.world_size % ranks or args.world_size == 1:
+        return (
+            "trainer must be patched once with context_parallel, got a patched one; make a new one."
+        )
+    if args.world_size % ranks:
         return (
             "context_parallel must divide the number of processes, got "
             f"{ranks} with {args.world_size}; start more by torchrun or accelerate launch."

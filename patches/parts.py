@@ -51,7 +51,7 @@ class ModelParts:
         has_temperature: whether layers scale queries by their position in the row.
         shares_keys: whether later layers attend to keys of earlier ones (Gemma 4).
         drops_keywords: whether the head passes its base model no keywords (Mamba-2), so that the
-            documents travel as its attention_mask.
+            documents are passed as its attention_mask.
     """
 
     model_class: type[PreTrainedModel]

@@ -24,7 +24,15 @@ CHECKSUM = "row_checksum"
 
 @dataclass
 class ShardCollator:
-    """Collates a batch into one packed row, and returns one rank's shard of it."""
+    """Collate a batch into one packed row, and return one rank's shard of it.
+
+    Attributes:
+        collate: the trainer's collator; it makes one row, with a layout or without.
+        rank: of the shard.
+        ranks: that share the row, P.
+        pad_token_id: what fills the row up to a multiple of P.
+        method: as in `shard_row`.
+    """
 
     collate: Callable[[Any], dict[str, Any]]
     rank: int
@@ -38,7 +46,12 @@ class ShardCollator:
         return getattr(self.collate, "data_collator", self.collate)
 
     def __call__(self, features: Any) -> dict[str, Any]:
-        """Collate, and shard."""
+        """The shard, and the checksum of the row, int64 `[]`.
+
+        Raises:
+            ValueError: the batch is not one packed row with labels.
+            NotImplementedError: a batch of `TreeCollator`.
+        """
         row = self.packed_row(self.collate(features))
         found = checksum(row["input_ids"], row["labels"], row["packed_layout"].cu_seqlens)
         shard = shard_batch(row, self.rank, self.ranks, method=self.method)

@@ -177,7 +177,7 @@ FEATURES = {
         )
         for name in ("DDP", "FSDP2")
     },
-    "row over ranks": Column(
+    "context parallel": Column(
         {kind: f"{ON_RANKS}[{kind}]" for kind in ("dense", "windows", "encoder")}
         | {"hybrid": f"{ON_RANKS}[qwen3_5_text]"},
         RANKS,
@@ -237,7 +237,7 @@ ASKED = {
     "checkpointing": "gradient checkpointing, not reentrant",
     "compiled": "`torch.compile`; images layer by layer, and hybrids with graph breaks on a CPU",
     "DDP, FSDP2": "torch's own, on two processes",
-    "row over ranks": "`sequence_parallel_group`, one row on two to eight processes",
+    "context parallel": "`sequence_parallel_group`, one row on two to eight processes",
     "generation": "`generate` of a patched model",
     "Trainer": "transformers' Trainer on packed rows, of images by a collator of one's own",
     "SFT": "TRL's SFTTrainer with `padding_free=True`",

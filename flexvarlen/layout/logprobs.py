@@ -69,7 +69,7 @@ def document_logprobs(
         x: logits `[T, V]` or `[B, S, V]`; with `head`, hidden states `[T, H]` or `[B, S, H]`.
             B·S = T, on the layout's device.
         labels: int64 `[B, S]` or `[T]`, aligned with the tokens as for transformers (not shifted);
-            -100 does not count.
+            -100 is ignored.
         layout: the documents.
         head: maps hidden states `[C, H]` to logits `[C, V]`: `flexvarlen.lm_head(model)`.
             `model.lm_head` lacks the scaling or cap that some families apply after it.
@@ -83,7 +83,7 @@ def document_logprobs(
         ValueError: x or labels have the wrong shape, dtype or device, `head` is a whole model, or
             `chunk_tokens` is not positive.
 
-    Differentiable (once). No sync; traces under `fullgraph=True`.
+    Differentiable once. No sync; traces under `fullgraph=True`.
 
     >>> from flexvarlen import PackedLayout
     >>> layout = PackedLayout.from_lengths([3, 2])
@@ -135,7 +135,7 @@ def token_logprobs(
     Raises:
         ValueError: as `document_logprobs`.
 
-    Differentiable (once). No sync; traces under `fullgraph=True`.
+    Differentiable once. No sync; traces under `fullgraph=True`.
 
     >>> token_logprobs(torch.zeros(1, 3, 2), torch.tensor([[0, 1, -100]]))  # 2 equal logits
     tensor([[-0.6931, -0.6931,  0.0000]])

@@ -7,7 +7,7 @@
 | `fill_ranks.py` | how documents are cut for even work |
 | `shard.py` | `shard_row` gives each rank its part of the row |
 | `documents.py` | attention over the row, each rank with its own tokens and all heads |
-| `exchange.py` | which keys of cut documents travel from rank to rank |
+| `exchange.py` | which keys of cut documents the ranks exchange |
 | `gather_keys.py` | the operator that moves them, and their gradients back |
 | `windows.py` | the same for sliding windows to both sides |
 | `sharded_layout.py` | the layout of the pieces that one rank holds |

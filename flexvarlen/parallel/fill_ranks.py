@@ -1,4 +1,4 @@
-"""Documents whole where that leaves the work of the ranks even, else cut so that it is.
+"""Balance documents over ranks: whole if the work is even then, else split so that it is.
 
 Attention work of a document of n tokens is n/2 a token. Documents that have less than the row's
 average wait in one queue, those that have more in another. Each rank takes x tokens of the first
@@ -23,10 +23,14 @@ from itertools import accumulate
 from flexvarlen.parallel.pieces import Piece, Pieces, attention_work, whole_documents
 
 EVEN = 0.05
-"""How much more work than the mean a rank may have where that avoids cuts."""
+"""How much more work than the mean a rank may have, as a fraction, if no document is cut then."""
 
 LINEAR_WORK = 8192
-"""Work of a token beside attention, as keys it could attend to (12K in a model of 1.7B)."""
+"""Work of a token in the linear layers, in pairs of a query and a key.
+
+By FLOPs it is 12K for Qwen3-1.7B (2 x parameters of a layer / (4 x num_heads x head_dim)); kernels
+of attention reach fewer FLOP/s than those of linear layers.
+"""
 
 
 def even_pieces(
@@ -139,7 +143,7 @@ class _Queue:
     Args:
         documents: length and number of each.
         capacity: tokens of a rank.
-        causal: whether attention is.
+        causal: whether attention is causal.
 
     Attributes:
         tokens, work: of what is left.

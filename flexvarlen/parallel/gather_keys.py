@@ -58,7 +58,7 @@ def gather_keys_forward(
     rows: int,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """`gather_keys` as an operator: how much travels is no shape of a compiled graph."""
+    """`gather_keys` as an operator, so that no shape of a graph is the number of tokens sent."""
     own = k_CHD, v_CHD
     sent = torch.cat([_slices(x, sends).flatten(1) for x in own], 1)
     arriving = _all_to_all(sent, received.tolist(), _counts(sends, received), group)
@@ -170,7 +170,7 @@ def _add_runs(summed: Tensor, gradients: Sequence[Tensor], runs: CopyRanges, uns
 
 
 def _leading_unshared_tokens(runs: CopyRanges, sends: CopyRanges, tokens: int) -> int:
-    """The first own tokens that are the first rows of keys, and neither others nor sent."""
+    """How many of the first own tokens are the first keys, too, and no others, and are not sent."""
     others = [slot for slot, _, n in (*runs[1:], *sends) if n]
     return min([runs[0][2], tokens, *others])
 

@@ -23,7 +23,7 @@ class RowPlan:
         lengths: tokens of each document.
         tokens_per_rank: C, padding included.
         pieces: of each rank, in the order of its tokens; padding follows the last.
-        causal: whether attention is.
+        causal: whether attention is causal.
     """
 
     lengths: tuple[int, ...]
@@ -47,7 +47,7 @@ class RowPlan:
         return self.tokens_per_rank - sum(piece.tokens for piece in self.pieces[rank])
 
     def work(self) -> list[float]:
-        """Attention work of each rank; see `attention_work`."""
+        """Pairs of a query and a key on each rank; see `attention_work`."""
         return attention_work(self.pieces, self.lengths, causal=self.causal)
 
     def order(self, first_tokens: Sequence[int] | None = None) -> NDArray[np.int64]:
@@ -82,8 +82,9 @@ def plan_row(
 ) -> RowPlan:
     """Plan which tokens of a row lie on which of P ranks.
 
-    Each rank gets exactly T/P tokens, padding last; documents longer than T/P are cut, and at most
-    P - 1 others; the work of each rank is within 5% of the mean.
+    Each rank gets exactly T/P tokens, padding last, and at most P - 1 documents are cut. No rank
+    has over 5% more work than the mean, that of the linear layers counted (`LINEAR_WORK`); if
+    attention is bidirectional, in almost all rows. A contiguous plan is not balanced.
 
     Args:
         lengths: tokens of each document.
@@ -91,7 +92,7 @@ def plan_row(
         total_tokens: T, padding included; a multiple of P.
         contiguous: whether to cut the row as it is, for models whose state passes from token to
             token.
-        causal: whether attention is. If not, all tokens of a document have the same work.
+        causal: whether attention is causal. If not, all tokens of a document have the same work.
 
     Raises:
         ValueError: T is not a multiple of P, or less than the documents have.

@@ -51,7 +51,7 @@ def shard_row(
             in attention the ranks exchange heads for tokens, so P must divide the heads.
         causal: False for a model with bidirectional attention, whose labels are the tokens' own.
         window: the widest sliding window of such a model; its layers see the tokens less than this
-            many away. A model raises a shard that is made for other attention, with what to pass.
+            many away. A model that gets a shard for other attention raises what to pass.
         ignore_index: the label that the loss ignores.
 
     Returns:
@@ -69,7 +69,9 @@ def shard_row(
     Raises:
         ValueError: there is no layout, a tensor is not one row of T tokens, T is not a multiple of
             P, trees do not fit, the ranks hold different rows or documents (a collective compares
-            them, so every rank raises), or this process is not in the group.
+            them, so every rank raises), this process is not in the group, `method` is unknown, or
+            `window` is given with causal attention.
+        NotImplementedError: trees with method="ulysses".
 
     Runs one collective. Syncs if tensors are on a device.
 
@@ -105,10 +107,18 @@ def shard_batch(
     window: int | None = None,
     ignore_index: int = -100,
 ) -> dict[str, Any]:
-    """`shard_row` without a group, for collators: the shard of one of `ranks` ranks.
+    """`shard_row` without communication, for collators and their workers.
+
+    Args:
+        batch, method, causal, window, ignore_index: as in `shard_row`.
+        rank: of the shard.
+        ranks: that share the row, P.
+
+    Returns:
+        As `shard_row`.
 
     Raises:
-        ValueError: as `shard_row`, but for rows that differ between the ranks.
+        ValueError, NotImplementedError: as `shard_row`; but nothing compares the ranks' rows.
     """
     refusal = _why_no_row(batch, ranks)
     if refusal is not None:

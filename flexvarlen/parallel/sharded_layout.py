@@ -20,7 +20,7 @@ from flexvarlen.parallel.windows import WindowExchange
 
 @dataclass(frozen=True)
 class RowShard:
-    """How the documents of a rank's layout go on at the other ranks of the row.
+    """Where a rank's documents continue on other ranks, and what it exchanges with them.
 
     Attributes:
         rank, ranks: which of how many.

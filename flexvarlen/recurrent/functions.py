@@ -87,7 +87,7 @@ def gated_delta_rule(
         The output `[B, S, HV, V]` in value's dtype, zeros at padding, and None for the state.
 
     Raises:
-        NotImplementedError: a state goes in or is to come out.
+        NotImplementedError: an initial state is given, or the final state is requested.
 
     With fla no sync, and it traces under `fullgraph=True`; else it loops over the documents.
     """

@@ -1,4 +1,4 @@
-"""What passes between neighbouring ranks, where a document goes on from one to the next.
+"""What adjacent ranks send each other where a document continues on the next one.
 
 Each rank holds the next T tokens of a row. The convolution needs the last tokens of the rank
 before, and the scan its final state; their gradients go back. Only ranks between which a document
@@ -45,10 +45,10 @@ class Hops(NamedTuple):
 
 
 def send(x: Tensor, step: int, group: str) -> Any:
-    """Begin to send x to the rank `step` after this one; `wait()` for what it gives.
+    """Begin to send x to the rank `step` after this one, and return a `Work`.
 
     Args:
-        x: contiguous; must not change before that.
+        x: contiguous; must not change before `wait()`.
         step: 1, or -1 for the rank before.
         group: the name of the ranks' group.
     """
@@ -57,13 +57,13 @@ def send(x: Tensor, step: int, group: str) -> Any:
 
 
 def receive(x: Tensor, step: int, group: str) -> Any:
-    """Begin to fill x from the rank `step` after this one; `wait()` for what it gives."""
+    """Begin to fill x from the rank `step` after this one, and return a `Work`."""
     ranks, other = _neighbour(step, group)
     return dist.irecv(x, other, ranks)
 
 
 def shift(sent: Tensor | None, received: Tensor | None, step: int, group: str) -> None:
-    """Send to the rank `step` after this one and receive from the one `step` before. None: nothing.
+    """Send to the rank `step` after this one and receive from the one `step` before; not if None.
 
     Not `batch_isend_irecv`, whose first call under NCCL must come from all ranks of the group.
     """

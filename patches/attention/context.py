@@ -147,7 +147,7 @@ class PackedForward:
 
     @property
     def exchange(self) -> KeyExchange | None:
-        """How keys of cut documents travel between the ranks; None if none is cut."""
+        """How the ranks exchange keys of cut documents; None if none is cut."""
         return None if self.layout.shard is None else self.layout.shard.exchange
 
     def _on_this_rank(self, kind: LayerKind) -> LayerKind:

@@ -101,7 +101,9 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
 
 def _set_positions(layout: PackedLayout, forward: ForwardInputs) -> None:
     """Build missing position_ids, and count those of RoBERTa from its first one, as it has no 0."""
-    positions = layout.position_ids() * layout.real_tokens()  # no table ends before 0
+    positions = (
+        layout.position_ids() * layout.real_tokens()
+    )  # padding is at position 0, which every table has
     if layout.shard is None:
         positions = shard_tokens(positions, forward.group)
     given: Tensor | None = forward.inputs.get("position_ids")
@@ -163,7 +165,7 @@ def _check_attention(layout: PackedLayout, parts: ModelParts) -> None:
 
 
 def _check_loss(forward: ForwardInputs) -> None:
-    """Raise unless the loss of a shard is its share of the row's loss."""
+    """Raise unless the losses of the shards sum to the loss of the row."""
     head, inputs = forward.parts.head, forward.inputs
     if head in CAUSAL:
         _check_loss_of_next_tokens(forward.module, inputs)

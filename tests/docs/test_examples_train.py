@@ -211,11 +211,11 @@ def test_no_run_goes_on_from_another(folder, one_process):
     one_process("other", out=out, steps=1)
     (folder / "few.txt").write_text("a document\fanother document")
     for changed in ({"tokens": 96}, {"seed": 1}, {"accumulate": 2}, {"data": folder / "few.txt"}):
-        with pytest.raises(typer.BadParameter, match=r"run must be .*, got"):
+        with pytest.raises(typer.BadParameter, match=r"settings must be the checkpoint's, .*, got"):
             one_process("other", **{"out": out, "steps": 2, "resume": True, **changed})
     (progress,) = out.glob("checkpoint-*/progress.json")
     progress.write_text(json.dumps(json.loads(progress.read_text()) | {"processes": 2}))
-    with pytest.raises(typer.BadParameter, match=r"run must be .'processes': 2.*'processes': 1"):
+    with pytest.raises(typer.BadParameter, match=r"'processes': 2.*got .'processes': 1"):
         one_process("other", out=out, steps=2, resume=True)
     with pytest.raises(typer.BadParameter, match="out must hold no checkpoint"):
         one_process("other", out=out)

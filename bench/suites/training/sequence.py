@@ -83,7 +83,7 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
 
 
 def _exchanged_tokens(layout: fv.PackedLayout) -> int:
-    """Tokens whose keys travel in a layer's forward, from all ranks to all."""
+    """Tokens whose keys are sent in a layer's forward, by all ranks together."""
     assert layout.shard is not None
     exchange = layout.shard.exchange
     own = 0 if exchange is None else int(exchange.received.sum())
