@@ -42,8 +42,6 @@ DATA = (
     "A file, or a folder of them: text, or .jsonl, an object a line with text or messages (in the "
     "tokenizer's chat template, else their contents joined by newlines)."
 )
-RECURRENT = {"linear_attention", "conv", "hybrid"}
-"""Layers, as configs name them, through which a state passes along a row."""
 SMALL = dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6)
 
 
@@ -163,13 +161,12 @@ def main(
         pad_token_id=pad,
     )
 
-    layers = {*(getattr(network.config, "layer_types", None) or ())}
-    method = "contiguous" if layers & RECURRENT else "documents"
+    options = fv.shard_options(network)
 
     def collate(documents: Any) -> dict[str, Any]:
         row = collate_row(documents)
         rank = accelerator.process_index % context_parallel
-        return fv.shard_batch(row, rank, context_parallel, method=method) if sharing else row
+        return fv.shard_batch(row, rank, context_parallel, **options) if sharing else row
 
     sampler = fv.BalancedSampler(lengths, num_replicas=groups, seed=seed)
     loader = DataLoader(rows, sampler=sampler, collate_fn=collate, pin_memory=on_gpu)

@@ -35,7 +35,13 @@ if TYPE_CHECKING:
     )
     from flexvarlen.packing.prefixes import SharedPrefixes, TreeCollator, share_prefixes
     from flexvarlen.parallel.shard import shard_batch, shard_row
-    from flexvarlen.patches.api import is_patched, patch_model, patched, unpatch_model
+    from flexvarlen.patches.api import (
+        is_patched,
+        patch_model,
+        patched,
+        shard_options,
+        unpatch_model,
+    )
     from flexvarlen.patches.embed import embed
     from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
     from flexvarlen.patches.isolation.verify import verify_isolation
@@ -76,6 +82,7 @@ __all__ = [
     "patched",
     "pool",
     "shard_batch",
+    "shard_options",
     "shard_row",
     "share_prefixes",
     "split_long",
@@ -116,7 +123,7 @@ _HOMES = {
     "patches.isolation.verify": ("verify_isolation",),
     "patches.lm_head": ("lm_head",),
     "patches.trainers": ("patch_trainer",),
-    "patches.api": ("is_patched", "patch_model", "patched", "unpatch_model"),
+    "patches.api": ("is_patched", "patch_model", "patched", "shard_options", "unpatch_model"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

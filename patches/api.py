@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -98,9 +98,7 @@ def patch_model(
             tokens; default: 1,024 in a compiled model, else 1.
         share_prefixes: with `unpad`, compute what rows have in common at their beginnings once.
         sequence_parallel_group: ranks that share each row. They call the model together, each with
-            what `shard_row(batch, group)` returns; with recurrent layers it takes
-            `method="contiguous"`, for an encoder `causal=False`, and `window=` if it
-            has sliding windows.
+            what `shard_row(batch, group, **shard_options(model))` returns.
         verify: check the patched model on a small random batch, as `verify_isolation` does; a kind
             of model that passed is not checked again in the same process.
 
@@ -321,6 +319,24 @@ def restore(model: nn.Module, existing: Patch | None) -> None:
         unpatch_model(model)
     else:
         patch_model(model, **existing.arguments())
+
+
+def shard_options(model: nn.Module) -> dict[str, Any]:
+    """The keyword arguments that `shard_row` and `shard_batch` need for a model.
+
+    Args:
+        model: patched or not, and perhaps wrapped.
+
+    Returns:
+        `method="contiguous"` for a model with recurrent layers; `causal=False` and the widest
+        `window` for an encoder; nothing for others.
+
+    Raises:
+        ValueError: there is no transformers model inside.
+
+    >>> shard = fv.shard_row(batch, group, **fv.shard_options(model))  # doctest: +SKIP
+    """
+    return ModelParts.of(transformers_model(model)).shard_options()
 
 
 # ---- what is inside a model ----

@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
-from flexvarlen.parallel.shard import Method
 from flexvarlen.patches.api import current_patch, patch_model, transformers_model
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.shard_collator import CHECKSUM, ShardCollator
@@ -92,8 +91,8 @@ class SharedRows(Trainer):  # type: ignore[misc]
         rank, of_group = dist.get_rank(self.group), accelerator.process_index // ranks
         pad_token_id = getattr(self.processing_class, "pad_token_id", None) or 0
         loader = copy.copy(loader)  # which may be prepared again
-        method: Method = "contiguous" if patch.parts.recurrent else "documents"
-        loader.collate_fn = ShardCollator(loader.collate_fn, rank, ranks, pad_token_id, method)
+        options = patch.parts.shard_options()
+        loader.collate_fn = ShardCollator(loader.collate_fn, rank, ranks, pad_token_id, options)
         seed_worker = loader.worker_init_fn
         if isinstance(seed_worker, partial) and "rank" in seed_worker.keywords:  # Trainer's
             loader.worker_init_fn = partial(seed_worker, rank=of_group)

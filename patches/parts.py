@@ -121,6 +121,15 @@ class ModelParts:
         """Whether a token sees only those before it."""
         return self.recurrent or any(kind.causal for kind in self.kinds)
 
+    def shard_options(self) -> dict[str, Any]:
+        """The keyword arguments that `shard_row` needs for the model."""
+        if self.recurrent:
+            return {"method": "contiguous"}
+        if self.causal:
+            return {}
+        windows = (kind.window for kind in self.kinds if kind.window is not None)
+        return {"causal": False, "window": max(windows, default=None)}
+
     def of_base(self) -> ModelParts:
         """The parts of the base model by itself."""
         return replace(self, base_name="", head="")

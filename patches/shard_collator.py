@@ -6,7 +6,7 @@ Shapes: P = ranks of a group, T = tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from flexvarlen.layout.labels import LABEL_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.collator import PackedCollator
-from flexvarlen.parallel.shard import Method, checksum, shard_batch
+from flexvarlen.parallel.shard import checksum, shard_batch
 
 CHECKSUM = "row_checksum"
 """The column of the whole row's checksum, by which the ranks compare their rows."""
@@ -31,14 +31,14 @@ class ShardCollator:
         rank: of the shard.
         ranks: that share the row, P.
         pad_token_id: what fills the row up to a multiple of P.
-        method: as in `shard_row`.
+        options: what `shard_row` needs for the model.
     """
 
     collate: Callable[[Any], dict[str, Any]]
     rank: int
     ranks: int
     pad_token_id: int
-    method: Method = "documents"
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def data_collator(self) -> Any:
@@ -54,7 +54,7 @@ class ShardCollator:
         """
         row = self.packed_row(self.collate(features))
         found = checksum(row["input_ids"], row["labels"], row["packed_layout"].cu_seqlens)
-        shard = shard_batch(row, self.rank, self.ranks, method=self.method)
+        shard = shard_batch(row, self.rank, self.ranks, **self.options)
         return shard | {CHECKSUM: torch.tensor(found)}
 
     def packed_row(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -60,18 +60,20 @@ def documents_attention(
         raise ValueError(why)
     if shard.exchange is None:
         return packed_attention(q, k, v, layout, **options)
+    two_sided = window is not None and not causal
     refused = [name for name in ("layout_k", "align", "prefix") if options.get(name) is not None]
-    windows = shard.windows if window is not None and not causal else None
-    if window is not None and not causal:
-        refused += [] if isinstance(window, int) else ["window (left, right)"]
-        refused += ["return_lse"] if options.get("return_lse") else []
+    if two_sided and not isinstance(window, int):
+        refused.append("window (left, right)")
+    if two_sided and options.get("return_lse"):
+        refused.append("return_lse")
     if refused:
         raise NotImplementedError(
             f"documents_attention has no {', '.join(refused)} where a document is cut; use "
             "ulysses_attention."
         )
-    if windows is not None:
-        attend = partial(packed_attention, layout=windows.layout, **options)
-        return windows.attend(q, k, v, attend, group)
+    if two_sided:
+        assert shard.windows is not None  # as why_not says
+        attend = partial(packed_attention, layout=shard.windows.layout, **options)
+        return shard.windows.attend(q, k, v, attend, group)
     k, v = gather_keys(k, v, shard.exchange, group)
     return packed_attention(q, k, v, layout, layout_k=shard.exchange.layout_k, **options)

@@ -154,7 +154,7 @@ def _check_attention(layout: PackedLayout, parts: ModelParts) -> None:
     if parts.recurrent and not in_order:
         raise ValueError(
             "a model with recurrent layers must get the next tokens of the row on each rank, got "
-            'another shard; call fv.shard_row(batch, group, method="contiguous").'
+            "another shard; call fv.shard_row(batch, group, **fv.shard_options(model))."
         )
     if shard is None:
         return
@@ -179,7 +179,7 @@ def _check_loss(forward: ForwardInputs) -> None:
         raise ValueError(
             "labels of a shard must come with num_items_in_batch, the labels of the whole row, and "
             f"without shift_labels under a head {head}, whose labels are the tokens' own; call "
-            "fv.shard_row(batch, group, causal=False)."
+            "fv.shard_row(batch, group, **fv.shard_options(model))."
         )
     elif False in (inputs.get("return_dict"), forward.config.return_dict):
         raise ValueError(

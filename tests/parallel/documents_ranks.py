@@ -20,7 +20,6 @@ from flexvarlen.parallel.documents import documents_attention
 from flexvarlen.parallel.exchange import KeyExchange
 from flexvarlen.parallel.gather_keys import gather_keys
 from flexvarlen.parallel.plan import plan_row
-from flexvarlen.parallel.shard import Method
 from flexvarlen.parallel.sharded_layout import sharded_layout
 from tests.parallel.sharded_models import sentences
 from tests.tiny_models import VOCABULARY, config_of, new_model
@@ -159,6 +158,9 @@ def tree_samples(seed: int) -> list[dict[str, list[int]]]:
     return samples
 
 
+ENCODERS = ("modernbert", "bert", "roberta")
+
+
 @dataclass(frozen=True)
 class Model:
     """A model of `kind` trained for one step on this number of ranks.
@@ -174,9 +176,6 @@ class Model:
     changes: dict[str, Any] = field(default_factory=dict)
     backend: str = "sdpa"
     checkpointing: bool = False
-    attention: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `shard_row`, of an encoder."""
-    method: Method = "documents"
     ddp: bool = False
 
     def new(self, **arguments: Any):
@@ -192,7 +191,7 @@ class Model:
         if self.row == "trees":
             return TREES(tree_samples(1))
         batch = batch_of(ROWS[self.row])
-        if self.attention:  # an encoder, which learns some tokens, the first of a document too
+        if self.kind in ENCODERS:  # labels of some tokens, also the first of a document
             batch["labels"][:, 1::3] = -100
         return batch
 
@@ -202,7 +201,7 @@ class Model:
         if self.ddp:  # whose mean over the ranks is a part of the sum
             called = DistributedDataParallel(model, process_group=group)
         numbered = self.batch() | {"tokens": torch.arange(TOKENS)[None]}
-        shard = fv.shard_row(numbered, group, method=self.method, **self.attention)
+        shard = fv.shard_row(numbered, group, **fv.shard_options(called))
         here = shard.pop("tokens")[0]
         found = []
         for _ in range(2):
@@ -216,8 +215,6 @@ class Model:
         return {"found": first, "tokens": here, "same_bits": same}
 
 
-MODERNBERT = {"causal": False, "window": 9}
-
 MODELS = (
     Model("dense", "llama", 3, "mixed", checkpointing=True),
     Model("windows", "qwen3_windows", 2, "long"),
@@ -227,9 +224,9 @@ MODELS = (
     Model("experts", "mixtral", 4, "long"),
     Model("latent_attention", "deepseek_v3", 2, "one"),
     Model("in_eight_ranks", "qwen3", 8, "mixed"),
-    Model("encoder", "modernbert", 4, "mixed", attention=MODERNBERT),
-    Model("encoder_with_a_table", "bert", 2, "one", attention={"causal": False}),
-    Model("encoder_without_position_0", "roberta", 3, "long", attention={"causal": False}),
+    Model("encoder", "modernbert", 4, "mixed"),
+    Model("encoder_with_a_table", "bert", 2, "one"),
+    Model("encoder_without_position_0", "roberta", 3, "long"),
     Model("trees", "qwen3_windows", 4, "trees", checkpointing=True),
     Model("trees_of_a_hybrid", "qwen3_5_text", 3, "trees"),
     Model("trees_of_experts", "mixtral", 2, "trees"),
@@ -249,12 +246,12 @@ def embedded(group: Any) -> dict[str, Any]:
     model = fv.patch_model(embedding_model(), "sdpa", sequence_parallel_group=group)
     numbered = batch_of(ROWS["long"]) | {"tokens": torch.arange(TOKENS)[None]}
     del numbered["labels"]
-    shard = fv.shard_row(numbered, group, causal=False, window=5)
+    shard = fv.shard_row(numbered, group, **fv.shard_options(model))
     return {"tokens": shard.pop("tokens")[0], "hidden": model(**shard).last_hidden_state[0]}
 
 
 def hybrid(kind: str, ranks: int, row: str, **arguments: Any) -> Model:
-    return Model(kind, kind, ranks, row, method="contiguous", **arguments)
+    return Model(kind, kind, ranks, row, **arguments)
 
 
 OF_QWEN = {
@@ -292,7 +289,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-def graphs(group: Any, kind: str, rows: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+def graphs(group: Any, kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """How often a model is compiled for rows of equal bounds, and whether its losses are right."""
     torch._dynamo.reset()
     counters.clear()
@@ -301,7 +298,7 @@ def graphs(group: Any, kind: str, rows: list[dict[str, Any]], **options: Any) ->
     called = torch.compile(eager, fullgraph=True, backend="aot_eager")
     errors = []
     for row in rows:
-        shard = fv.shard_row(row, group, **options)
+        shard = fv.shard_row(row, group, **fv.shard_options(eager))
         loss = called(**shard).loss
         loss.backward()
         errors.append(float((loss - eager(**shard).loss).abs()))
@@ -420,8 +417,8 @@ def run(rank: int, folder: str) -> None:
                 trees = [TREES(tree_samples(seed)[seed:]) for seed in range(3)]
                 found["graphs"] = {
                     "documents": graphs(group, "llama", documents),
-                    "contiguous": graphs(group, "lfm2", contiguous, method="contiguous"),
-                    "encoder": graphs(group, "modernbert", documents, **MODERNBERT),
+                    "contiguous": graphs(group, "lfm2", contiguous),
+                    "encoder": graphs(group, "modernbert", documents),
                     "trees": graphs(group, "llama", trees),
                 }
                 found["embedded"] = embedded(group)

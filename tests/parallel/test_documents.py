@@ -22,6 +22,7 @@ from tests.parallel.documents_ranks import (
     embedding_model,
     run,
 )
+from tests.tiny_models import new_model
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,22 @@ def test_ranks_attend_as_one_process(shares, case):
         torch.testing.assert_close(sum(share["gradients"][3] for share in own), gradients[3])
 
 
-def test_nothing_travels_unless_a_document_is_cut(shares):
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("llama", {}),
+        ("qwen3_windows", {}),
+        ("qwen3_5_text", {"method": "contiguous"}),
+        ("bert", {"causal": False, "window": None}),
+        ("modernbert", {"causal": False, "window": 9}),
+    ],
+)
+def test_the_shard_that_a_model_needs(kind, expected):
+    model = new_model(kind)
+    assert fv.shard_options(model) == fv.shard_options(fv.patch_model(model)) == expected
+
+
+def test_nothing_is_sent_unless_a_document_is_cut(shares):
     """Counted in the forward and the backward of attention."""
     counts = {
         case.name: {share[case.name]["collectives"] for share in shares[case.ranks]}
