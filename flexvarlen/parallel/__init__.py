@@ -3,13 +3,13 @@
 | module | holds |
 |---|---|
 | `plan.py` | which tokens lie on which rank |
-| `pieces.py` | pieces of documents: whole ones, and the row as it is |
-| `fill_ranks.py` | how documents are cut for even work |
+| `pieces.py` | pieces of documents, and the two simple plans |
+| `balance.py` | which documents are whole on a rank, and which are cut, for even work |
 | `shard.py` | `shard_row` gives each rank its part of the row |
 | `documents.py` | attention over the row, each rank with its own tokens and all heads |
-| `exchange.py` | which keys of cut documents the ranks exchange |
+| `key_exchange.py` | which keys of cut documents the ranks exchange |
 | `gather_keys.py` | the operator that moves them, and their gradients back |
-| `windows.py` | the same for sliding windows to both sides |
+| `window_exchange.py` | the same for sliding windows to both sides |
 | `sharded_layout.py` | the layout of the pieces that one rank holds |
 | `trees.py` | trees, which lie whole on a rank |
 | `ulysses.py` | attention over the row, each rank with a part of the heads |

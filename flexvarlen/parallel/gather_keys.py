@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexvarlen.parallel.exchange import KeyExchange
+from flexvarlen.parallel.key_exchange import KeyExchange
 
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup

@@ -1,4 +1,4 @@
-"""`Piece`, and the two simple plans: the row cut as it is, and documents that stay whole.
+"""`Piece`, and the two simple plans: the row cut as it is, and the longest documents first.
 
 Attention work is counted in pairs of a query and a key, of causal attention.
 """
@@ -56,17 +56,17 @@ def contiguous_pieces(lengths: tuple[int, ...], ranks: int, capacity: int) -> Pi
     return tuple(map(tuple, pieces))
 
 
-def whole_documents(lengths: tuple[int, ...], ranks: int, capacity: int) -> list[list[Piece]]:
-    """The longest first, each to the rank with the least work among those that have room.
+def longest_first(lengths: tuple[int, ...], ranks: int, capacity: int) -> list[list[Piece]]:
+    """The longest first, each whole to the rank with the least work among those that have room.
 
-    Those that fit nowhere, fewer than P of the shortest, then fill what is left of the ranks.
+    Those that fit nowhere, fewer than P of the shortest, are cut to fill what is left of the ranks.
     """
-    longest_first = sorted(((n, document) for document, n in enumerate(lengths) if n), reverse=True)
+    documents = sorted(((n, document) for document, n in enumerate(lengths) if n), reverse=True)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
     by_work = [(0.0, capacity, rank) for rank in range(ranks)]  # a heap
     by_room: list[tuple[int, float, int]] = []  # a heap of the others: too full for this length
     rest = []
-    for length, document in longest_first:
+    for length, document in documents:
         while by_room and -by_room[0][0] >= length:
             room, work, rank = heappop(by_room)
             heappush(by_work, (work, -room, rank))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexvarlen.parallel.fill_ranks import even_pieces
+from flexvarlen.parallel.balance import even_pieces
 from flexvarlen.parallel.pieces import Pieces, attention_work, contiguous_pieces
 
 

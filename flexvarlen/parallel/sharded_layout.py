@@ -13,9 +13,9 @@ from torch import Tensor
 
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel.exchange import KeyExchange
+from flexvarlen.parallel.key_exchange import KeyExchange
 from flexvarlen.parallel.pieces import Pieces
-from flexvarlen.parallel.windows import WindowExchange
+from flexvarlen.parallel.window_exchange import WindowExchange
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.segments import Segments
-from flexvarlen.parallel.pieces import Piece, Pieces, whole_documents
+from flexvarlen.parallel.pieces import Piece, Pieces, longest_first
 from flexvarlen.parallel.plan import RowPlan
 from flexvarlen.parallel.sharded_layout import RowShard
 
@@ -62,7 +62,7 @@ def whole_trees(lengths: tuple[int, ...], ranks: int, layout: PackedLayout) -> P
         ValueError: they do not fit so either.
     """
     capacity = layout.total_tokens // ranks
-    found = whole_documents(lengths, ranks, capacity)
+    found = longest_first(lengths, ranks, capacity)
     if all(piece.tokens == lengths[piece.document] for own in found for piece in own):
         return tuple(tuple(sorted(own)) for own in found)
     room, pieces = [capacity] * ranks, [list[Piece]() for _ in range(ranks)]

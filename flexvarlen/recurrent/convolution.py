@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flexvarlen.layout.boundaries import HAS_TRITON
+from flexvarlen.recurrent.adjacent_ranks import prepend_tokens
 from flexvarlen.recurrent.documents import REACH, WIDEST_CONVOLUTION, RecurrentDocuments
-from flexvarlen.recurrent.neighbours import prepend_tokens
 
 
 def causal_convolution(

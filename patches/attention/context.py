@@ -28,8 +28,8 @@ from flexvarlen.recurrent.documents import RecurrentDocuments
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from flexvarlen.parallel.exchange import KeyExchange
-    from flexvarlen.parallel.windows import WindowExchange
+    from flexvarlen.parallel.key_exchange import KeyExchange
+    from flexvarlen.parallel.window_exchange import WindowExchange
     from flexvarlen.patches.batch.padded_batch import PaddedBatch
 
 

@@ -21,7 +21,7 @@ from flexvarlen.patches.state import CONTEXT, LOST_DOCUMENTS
 from flexvarlen.patches.why_not import CONVOLUTION, functions_of
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels import let_fla_run
-from flexvarlen.recurrent.functions import (
+from flexvarlen.recurrent.layer_functions import (
     convolve,
     gated_delta_rule,
     mamba2_scan,

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app
-from flexvarlen.recurrent import functions
+from flexvarlen.recurrent import layer_functions
 from flexvarlen.verify.isolation.command import FORMS, LENGTHS
 
 SMALL = ["--model", "qwen3", "--device", "cpu", "--lengths", "5,11,1,8"]
@@ -101,7 +101,7 @@ def test_leaking_scan_of_ours_is_to_be_reported(monkeypatch):
     def over_all_documents(run, documents, rows, like, of_state, *, why):
         return run(None, False, *rows)[0]
 
-    monkeypatch.setattr(functions, "_loop_over_documents", over_all_documents)
+    monkeypatch.setattr(layer_functions, "_loop_over_documents", over_all_documents)
     result = run("--backend", "sdpa", "--model", "qwen3_5_text")
     assert result.exit_code == 1, result.output
     said = " ".join(result.output.split())

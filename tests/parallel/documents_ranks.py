@@ -17,8 +17,8 @@ from transformers import BertForSequenceClassification, BertModel, Gemma3TextMod
 
 import flexvarlen as fv
 from flexvarlen.parallel.documents import documents_attention
-from flexvarlen.parallel.exchange import KeyExchange
 from flexvarlen.parallel.gather_keys import gather_keys
+from flexvarlen.parallel.key_exchange import KeyExchange
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
 from tests.parallel.sharded_models import sentences

@@ -75,7 +75,9 @@ TORCH = (
         "torch.distributed._functional_collectives.wait_tensor",
         "parallel/gather_keys.py parallel/ulysses.py",
     ),
-    Name("torch.distributed.distributed_c10d._resolve_process_group", "recurrent/neighbours.py"),
+    Name(
+        "torch.distributed.distributed_c10d._resolve_process_group", "recurrent/adjacent_ranks.py"
+    ),
     Name(
         "torch.distributed._functional_collectives.all_to_all_single",
         "parallel/gather_keys.py",

@@ -333,18 +333,18 @@ TRANSFORMERS = (
     ),
     Name(
         "transformers.models.qwen3_5.modeling_qwen3_5.torch_chunk_gated_delta_rule",
-        "recurrent/functions.py",
+        "recurrent/layer_functions.py",
         takes="query key value g beta initial_state output_final_state use_qk_l2norm_in_kernel",
         holds=behaviour.recurrent_functions_are_found_in_the_module_of_the_layer,
     ),
     Name(
         "transformers.models.bamba.modeling_bamba.mamba2_chunk_scan",
-        "recurrent/functions.py",
+        "recurrent/layer_functions.py",
         takes="chunk_size D dt_bias initial_states dt_softplus dt_limit return_final_states",
     ),
     Name(
         "transformers.models.bamba.modeling_bamba.causal_conv1d_fn",
-        "recurrent/functions.py",
+        "recurrent/layer_functions.py",
         takes="hidden_states weight bias activation",
     ),
     # Trainer

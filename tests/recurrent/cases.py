@@ -18,7 +18,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from flexvarlen import PackedLayout
 from flexvarlen.recurrent.documents import RecurrentDocuments
-from flexvarlen.recurrent.functions import (
+from flexvarlen.recurrent.layer_functions import (
     convolve,
     gated_delta_rule,
     mamba2_scan,

@@ -14,7 +14,7 @@ from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels import check
 from flexvarlen.recurrent.fla_kernels.check import Scan
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
-from flexvarlen.recurrent.functions import mamba2_scan
+from flexvarlen.recurrent.layer_functions import mamba2_scan
 from tests.recurrent.cases import CASES
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
-from flexvarlen.recurrent import fla_kernels, neighbours
+from flexvarlen.recurrent import adjacent_ranks, fla_kernels
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels import levels
 from flexvarlen.recurrent.fla_kernels.check import OPERATORS
@@ -63,7 +63,7 @@ def mailbox(monkeypatch):
 
 def installed(patch):
     mailbox = Mailbox()
-    for module in (neighbours, levels):
+    for module in (adjacent_ranks, levels):
         patch.setattr(module, "send", mailbox.send)
         patch.setattr(module, "receive", mailbox.receive)
     return mailbox

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexvarlen.recurrent.adjacent_ranks import Hops, receive, send
 from flexvarlen.recurrent.documents import CHUNK, RecurrentDocuments
-from flexvarlen.recurrent.neighbours import Hops, receive, send
 
 
 class Boundaries(NamedTuple):

@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
-from flexvarlen.parallel.pieces import Piece, Pieces, attention_work, whole_documents
+from flexvarlen.parallel.pieces import Piece, Pieces, attention_work, longest_first
 
 EVEN = 0.05
 """How much more work than the mean a rank may have, as a fraction, if no document is cut then."""
@@ -40,12 +40,9 @@ def even_pieces(
 
     Whole documents come first, so that what no other rank needs is one run.
     """
-    pieces = None
-    if max(lengths, default=0) <= capacity:
-        whole = whole_documents(lengths, ranks, capacity)
-        if _are_even(attention_work(whole, lengths, causal=causal), capacity):
-            pieces = whole
-    if pieces is None:
+    fit = max(lengths, default=0) <= capacity
+    pieces = longest_first(lengths, ranks, capacity) if fit else []
+    if not fit or not _are_even(attention_work(pieces, lengths, causal=causal), capacity):
         pieces = _cut_documents(lengths, ranks, capacity, causal=causal)
 
     def whole_first(piece: Piece) -> tuple[bool, Piece]:

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flexvarlen.recurrent import fla_kernels
+from flexvarlen.recurrent.adjacent_ranks import Hops, receive_state, send_state
 from flexvarlen.recurrent.convolution import causal_convolution
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels.check import OPERATORS, why_wrong
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
-from flexvarlen.recurrent.neighbours import Hops, receive_state, send_state
 
 
 def convolve(

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel.exchange import KeyExchange
 from flexvarlen.parallel.gather_keys import gather_keys
+from flexvarlen.parallel.key_exchange import KeyExchange
 from flexvarlen.parallel.pieces import Pieces
 
 if TYPE_CHECKING:  # not available in a torch built without distributed

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
-from flexvarlen.recurrent.functions import (
+from flexvarlen.recurrent.layer_functions import (
     convolve,
     gated_delta_rule,
 )
