@@ -205,7 +205,7 @@ MUTATIONS = (
         DOCUMENTS,
     ),
     Mutation(
-        "parallel: keys travel though no document is cut",
+        "parallel: keys are sent though no document is cut",
         "flexvarlen/parallel/key_exchange.py",
         "if all(len(places) == 1 for places in documents.values()):",
         "if not documents:",
@@ -214,8 +214,8 @@ MUTATIONS = (
     Mutation(
         "parallel: documents are cut though all fit evenly",
         "flexvarlen/parallel/balance.py",
-        "if max(lengths, default=0) <= capacity:",
-        "if False:",
+        "fit = max(lengths, default=0) <= capacity",
+        "fit = False",
         "tests/parallel/test_plan.py",
     ),
     Mutation(
