@@ -196,33 +196,52 @@ def main(
         loader.set_epoch(progress["epoch"])
         batches = iter(accelerator.skip_first_batches(loader, progress["batch"]))
         while progress["step"] < steps and (group := list(islice(batches, accumulate))):
-            # Averaged over the predicted tokens of all rows and ranks.
-            here = torch.stack([(batch["labels"] != -100).sum() for batch in group]).sum()
-            count = accelerator.reduce(here, "sum")
-            loss = torch.zeros((), device=accelerator.device)
-            for batch in group:
-                with nullcontext() if batch is group[-1] else accelerator.no_sync(network):
-                    part = called(**batch | {"num_items_in_batch": count}).loss
-                    accelerator.backward(part * ranks)  # DDP takes the mean
-                loss += part.detach()
+            sums = backward(accelerator, network, called, group)
             accelerator.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             progress["step"] += 1
             progress["batch"] += len(group)
-            begin = log(accelerator, out, progress["step"], torch.stack([loss, here]), begin)
+            begin = log(accelerator, out, progress["step"], sums, begin)
             if progress["step"] % save_every == 0 or progress["step"] == steps:
                 save(accelerator, out, progress)
                 begin = time.perf_counter()
         progress["epoch"], progress["batch"] = progress["epoch"] + 1, 0
+    save_model(accelerator, network, tokenizer, out)
+    accelerator.end_training()
+
+
+def backward(accelerator: Accelerator, network: Any, called: Any, rows: list[Any]) -> torch.Tensor:
+    """Gradients of the mean over the predicted tokens of all rows and ranks.
+
+    Args:
+        network: the wrapped model.
+        called: the same, perhaps compiled.
+        rows: this rank's batches of the step.
+
+    Returns:
+        This rank's part of the loss, and its number of predicted tokens, `[2]`.
+    """
+    here = torch.stack([(batch["labels"] != -100).sum() for batch in rows]).sum()
+    count = accelerator.reduce(here, "sum")
+    loss = torch.zeros((), device=accelerator.device)
+    for batch in rows:
+        with nullcontext() if batch is rows[-1] else accelerator.no_sync(network):
+            part = called(**batch | {"num_items_in_batch": count}).loss
+            accelerator.backward(part * accelerator.num_processes)  # DDP takes the mean
+        loss += part.detach()
+    return torch.stack([loss, here])
+
+
+def save_model(accelerator: Accelerator, network: Any, tokenizer: Any, out: Path) -> None:
+    """Save the model and its tokenizer, for `from_pretrained`."""
     is_main, state = accelerator.is_main_process, accelerator.get_state_dict(network)
     network = accelerator.unwrap_model(network)
     network.save_pretrained(out, is_main, state_dict=state, save_function=accelerator.save)
     if is_main:
         tokenizer.save_pretrained(out)
     accelerator.print(f"Trained model in {out}: AutoModelForCausalLM.from_pretrained({str(out)!r})")
-    accelerator.end_training()
 
 
 def log(accelerator: Accelerator, out: Path, step: int, sums: torch.Tensor, begin: float) -> float:
