@@ -3,8 +3,8 @@
 One all-to-all in the forward, and one in the backward that returns the gradients. The gradient of a
 key is the sum of a few, added in fp32 one run after another, so always in the same order.
 
-Shapes: C = tokens of a rank, R = tokens received, Tk = rows of keys, Hkv = num_kv_heads,
-D = head_dim. A slot is an index into the C own tokens followed by the R received ones.
+Shapes: C = tokens of a rank, R = tokens received, Tk = gathered keys, Hkv = num_kv_heads,
+D = head_dim. Token indices count the C own tokens, then the R received ones.
 
 Imports: torch. Never transformers.
 """
@@ -43,8 +43,8 @@ def gather_keys(
     where = dist.group.WORLD if group is None else group
     assert where is not None
     tables = exchange.runs, exchange.sends, exchange.received
-    rows = exchange.layout_k.total_tokens
-    k_KHD, v_KHD = gather_keys_forward(k_CHD, v_CHD, *tables, rows, where.group_name)
+    num_keys = exchange.layout_k.total_tokens
+    k_KHD, v_KHD = gather_keys_forward(k_CHD, v_CHD, *tables, num_keys, where.group_name)
     return k_KHD, v_KHD
 
 
@@ -55,19 +55,19 @@ def gather_keys_forward(
     runs: Tensor,
     sends: Tensor,
     received: Tensor,
-    rows: int,
+    num_keys: int,
     group: str,
 ) -> tuple[Tensor, Tensor]:
     """`gather_keys` as an operator, so that no shape of a graph is the number of tokens sent."""
     own = k_CHD, v_CHD
     sent = torch.cat([_slices(x, sends).flatten(1) for x in own], 1)
     arriving = _all_to_all(sent, received.tolist(), _counts(sends, received), group)
-    gathered = [x.new_empty(rows, *x.shape[1:]) for x in own]
-    _copy_runs(gathered, own, runs, first_slot=0)  # while the others are on their way
-    filled = max(row + tokens for _, row, tokens in runs.tolist())
+    gathered = [x.new_empty(num_keys, *x.shape[1:]) for x in own]
+    _copy_runs(gathered, own, runs, first_token=0)  # while the others are on their way
+    filled = max(key + tokens for _, key, tokens in runs.tolist())
     for x in gathered:
         x[filled:] = 0  # a kernel may multiply what its mask hides by 0
-    _copy_runs(gathered, _split(_wait_for(arriving), own), runs, first_slot=len(k_CHD))
+    _copy_runs(gathered, _split(_wait_for(arriving), own), runs, first_token=len(k_CHD))
     return gathered[0], gathered[1]
 
 
@@ -78,10 +78,10 @@ def _(
     runs: Tensor,
     sends: Tensor,
     received: Tensor,
-    rows: int,
+    num_keys: int,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    return k_CHD.new_empty(rows, *k_CHD.shape[1:]), v_CHD.new_empty(rows, *v_CHD.shape[1:])
+    return k_CHD.new_empty(num_keys, *k_CHD.shape[1:]), v_CHD.new_empty(num_keys, *v_CHD.shape[1:])
 
 
 @torch.library.custom_op("flexvarlen::gather_keys_backward", mutates_args=())
@@ -100,9 +100,9 @@ def gather_keys_backward(
     """
     gradients, all_runs = (dk_KHD, dv_KHD), runs.tolist()
     unshared = _leading_unshared_tokens(all_runs, sends.tolist(), tokens)
-    slots, width = tokens + int(received.sum()), sum(x[0].numel() for x in gradients)
+    indices, width = tokens + int(received.sum()), sum(x[0].numel() for x in gradients)
     wide = torch.promote_types(dk_KHD.dtype, torch.float32)
-    summed = dk_KHD.new_zeros(slots - unshared, width, dtype=wide)
+    summed = dk_KHD.new_zeros(indices - unshared, width, dtype=wide)
     _add_runs(summed, gradients, [run for run in all_runs if run[0] >= tokens], unshared)
     grads_of_received = summed[tokens - unshared :]
     arriving = _all_to_all(grads_of_received, _counts(sends, received), received.tolist(), group)
@@ -110,8 +110,8 @@ def gather_keys_backward(
         summed, gradients, [run for run in all_runs if run[0] < tokens], unshared
     )  # meanwhile
     grads_from_others, done = _wait_for(arriving), 0
-    for slot, _, n in sends.tolist():  # rank after rank
-        summed[slot - unshared :][:n] += grads_from_others[done : done + n]
+    for token, _, n in sends.tolist():  # rank after rank
+        summed[token - unshared :][:n] += grads_from_others[done : done + n]
         done += n
     own = _split(summed[: tokens - unshared].to(dk_KHD.dtype), gradients)
     dk_CHD, dv_CHD = (torch.cat([x[:unshared], y]) for x, y in zip(gradients, own, strict=True))
@@ -147,31 +147,31 @@ gather_keys_forward.register_autograd(_backward, setup_context=_save)
 
 def _slices(x_CHD: Tensor, sends: Tensor) -> Tensor:
     """The tokens that are sent, `[S, Hkv, D]`."""
-    return torch.cat([x_CHD[:0], *(x_CHD[slot : slot + n] for slot, _, n in sends.tolist())])
+    return torch.cat([x_CHD[:0], *(x_CHD[token : token + n] for token, _, n in sends.tolist())])
 
 
 def _copy_runs(
-    targets: Sequence[Tensor], sources: Sequence[Tensor], runs: Tensor, *, first_slot: int
+    targets: Sequence[Tensor], sources: Sequence[Tensor], runs: Tensor, *, first_token: int
 ) -> None:
-    """Copy the runs whose slots are those of the sources."""
-    for slot, row, n in runs.tolist():
-        begin = slot - first_slot
+    """Copy the runs whose tokens are those of the sources."""
+    for token, key, n in runs.tolist():
+        begin = token - first_token
         if 0 <= begin < len(sources[0]):
             for target, x in zip(targets, sources, strict=True):
-                target[row : row + n] = x[begin : begin + n]
+                target[key : key + n] = x[begin : begin + n]
 
 
 def _add_runs(summed: Tensor, gradients: Sequence[Tensor], runs: CopyRanges, unshared: int) -> None:
-    """Add the gradients of these runs to the sums, whose first slot is `unshared`."""
-    for slot, row, n in runs:
-        skip = max(0, min(unshared - slot, n))
+    """Add the gradients of these runs to the sums, whose first token is `unshared`."""
+    for token, key, n in runs:
+        skip = max(0, min(unshared - token, n))
         for sums, x in zip(_split(summed, gradients), gradients, strict=True):
-            sums[slot + skip - unshared :][: n - skip] += x[row + skip : row + n]
+            sums[token + skip - unshared :][: n - skip] += x[key + skip : key + n]
 
 
 def _leading_unshared_tokens(runs: CopyRanges, sends: CopyRanges, tokens: int) -> int:
     """How many of the first own tokens are the first keys, too, and no others, and are not sent."""
-    others = [slot for slot, _, n in (*runs[1:], *sends) if n]
+    others = [token for token, _, n in (*runs[1:], *sends) if n]
     return min([runs[0][2], tokens, *others])
 
 

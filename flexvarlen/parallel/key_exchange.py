@@ -6,8 +6,8 @@ that lies whole on a rank needs nothing, and where none of the row is cut nothin
 
 All tables are integers on the host, as pieces are runs of tokens; `gather_keys.py` reads them.
 
-Shapes: P = ranks, C = tokens of a rank, R = tokens received, Tk = rows of keys, Hkv = num_kv_heads,
-D = head_dim. A slot is an index into the C own tokens followed by the R received ones.
+Shapes: P = ranks, C = tokens of a rank, R = tokens received, Tk = gathered keys,
+Hkv = num_kv_heads, D = head_dim. Token indices count the C own tokens, then the R received ones.
 
 Imports: torch. Never transformers.
 """
@@ -35,8 +35,8 @@ class KeyExchange:
         layout_k: the keys of each of the rank's pieces, on the device of the tokens: those of its
             document up to the piece's end, or if attention is bidirectional all of them, or those
             that a window reaches.
-        runs: int64 `[N, 3]` on the host, (slot, row, tokens): where the rows of keys come from.
-        sends: int64 `[M, 3]` on the host, (slot, destination, tokens), by destination.
+        runs: int64 `[N, 3]` on the host, (token, key, tokens): where the gathered keys come from.
+        sends: int64 `[M, 3]` on the host, (token, destination, tokens), by destination.
         received: int64 `[P]` on the host, the tokens received from each rank.
     """
 
@@ -70,33 +70,35 @@ class KeyExchange:
         model meets few of them.
         """
         documents = _by_document(pieces)
-        if all(len(places) == 1 for places in documents.values()):
+        if all(len(parts) == 1 for parts in documents.values()):
             return None
         keys = [
             [_keys_of(piece, documents, causal=causal, reach=reach) for piece in own]
             for own in pieces
         ]
         needed = [_needed(of_rank, other) for other, of_rank in enumerate(keys)]
-        lengths = [[sum(place.tokens for place in each) for each in own] for own in keys]
-        rows = [sum(each) for each in lengths]
+        lengths = [[sum(part.tokens for part in each) for each in own] for own in keys]
+        num_keys = [sum(each) for each in lengths]
         if reach is not None:  # the rank's own padding follows, as queries
-            rows = [n + _padding(own, tokens_per_rank) for n, own in zip(rows, pieces, strict=True)]
+            num_keys = [
+                n + _padding(own, tokens_per_rank) for n, own in zip(num_keys, pieces, strict=True)
+            ]
         layout_k = PackedLayout.from_lengths(
             lengths[rank],
-            total_tokens=_in_quarters(max(rows), tokens_per_rank),
+            total_tokens=_in_quarters(max(num_keys), tokens_per_rank),
             capacity=capacity,
             max_seqlen_bound=round_up_to_power_of_two(max(n for own in lengths for n in own)),
         )
-        senders = [place.rank for places in needed for place in places]
+        senders = [part.rank for parts in needed for part in parts]
         sends = [
-            (place.slot, other, place.tokens)
-            for other, places in enumerate(needed)
-            for place in places
-            if place.rank == rank
+            (part.token, other, part.tokens)
+            for other, parts in enumerate(needed)
+            for part in parts
+            if part.rank == rank
         ]
         received = [0] * len(pieces)
-        for place in needed[rank]:
-            received[place.rank] += place.tokens
+        for part in needed[rank]:
+            received[part.rank] += part.tokens
         return cls(
             layout_k,
             runs=_table(
@@ -122,7 +124,7 @@ class _HeldPiece(NamedTuple):
     start: int
     stop: int
     rank: int
-    slot: int
+    token: int
 
     @property
     def tokens(self) -> int:
@@ -133,12 +135,12 @@ def _by_document(pieces: Pieces) -> dict[int, list[_HeldPiece]]:
     """The pieces of each document, in its order."""
     found: dict[int, list[_HeldPiece]] = defaultdict(list)
     for rank, own in enumerate(pieces):
-        slot = 0
+        token = 0
         for document, start, stop in own:
-            found[document].append(_HeldPiece(document, start, stop, rank, slot))
-            slot += stop - start
-    for places in found.values():
-        places.sort()
+            found[document].append(_HeldPiece(document, start, stop, rank, token))
+            token += stop - start
+    for parts in found.values():
+        parts.sort()
     return found
 
 
@@ -152,15 +154,15 @@ def _keys_of(
     """What a piece attends to of the pieces of its document; see `KeyExchange.of`."""
     document, start, stop = piece
     if causal or reach is None:
-        return [place for place in documents[document] if place.stop <= stop or not causal]
+        return [part for part in documents[document] if part.stop <= stop or not causal]
     return [
-        place._replace(
-            start=max(place.start, start - reach),
-            stop=min(place.stop, stop + reach),
-            slot=place.slot + max(0, start - reach - place.start),
+        part._replace(
+            start=max(part.start, start - reach),
+            stop=min(part.stop, stop + reach),
+            token=part.token + max(0, start - reach - part.start),
         )
-        for place in documents[document]
-        if place.start < stop + reach and start - reach < place.stop
+        for part in documents[document]
+        if part.start < stop + reach and start - reach < part.stop
     ]
 
 
@@ -170,39 +172,39 @@ def _padding(own: Sequence[tuple[int, int, int]], tokens_per_rank: int) -> int:
 
 def _needed(keys: list[list[_HeldPiece]], rank: int) -> list[_HeldPiece]:
     """What a rank receives, once each, by the rank that sends it."""
-    others = {place for places in keys for place in places if place.rank != rank}
-    return sorted(others, key=lambda place: (place.rank, place.slot))
+    others = {part for parts in keys for part in parts if part.rank != rank}
+    return sorted(others, key=lambda part: (part.rank, part.token))
 
 
 def _runs(
     keys: list[list[_HeldPiece]], needed: list[_HeldPiece], rank: int, tokens: int
 ) -> list[tuple[int, int, int]]:
-    """(slot, row, tokens) of the rows of keys; neighbours, as whole documents are, are one run."""
+    """(token, key, tokens) of the gathered keys; adjacent ones, of whole documents, are one run."""
     arrivals, arrived = {}, tokens
-    for place in needed:
-        arrivals[place] = arrived
-        arrived += place.tokens
+    for part in needed:
+        arrivals[part] = arrived
+        arrived += part.tokens
     found = [(0, 0, 0)]
-    for place in (place for places in keys for place in places):
-        slot = place.slot if place.rank == rank else arrivals[place]
-        start, row, length = found[-1]
-        if start + length == slot != tokens:  # and not the first of those received
-            found[-1] = start, row, length + place.tokens
+    for part in (part for parts in keys for part in parts):
+        token = part.token if part.rank == rank else arrivals[part]
+        start, key, length = found[-1]
+        if start + length == token != tokens:  # and not the first of those received
+            found[-1] = start, key, length + part.tokens
         else:
-            found.append((slot, row + length, place.tokens))
+            found.append((token, key + length, part.tokens))
     return found
 
 
-def _in_quarters(rows: int, tokens: int) -> int:
+def _in_quarters(keys: int, tokens: int) -> int:
     """Rows rounded up to quarters of a rank's tokens."""
     quarter = -(-tokens // 4)
-    return -(-rows // quarter) * quarter
+    return -(-keys // quarter) * quarter
 
 
-def _table(rows: Sequence[tuple[int, int, int]], *, at_least: int) -> Tensor:
+def _table(runs: Sequence[tuple[int, int, int]], *, at_least: int) -> Tensor:
     """int64 `[N, 3]`, N a power of two; runs without tokens at the end."""
-    size = round_up_to_power_of_two(max(len(rows), at_least))
-    return _on_host([*rows, *[(0, 0, 0)] * (size - len(rows))])
+    size = round_up_to_power_of_two(max(len(runs), at_least))
+    return _on_host([*runs, *[(0, 0, 0)] * (size - len(runs))])
 
 
 def _on_host(values: Sequence[Any]) -> Tensor:

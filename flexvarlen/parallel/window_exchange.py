@@ -1,11 +1,10 @@
 """Sliding windows to both sides, over a row whose documents are cut.
 
-A piece and the tokens that its windows reach before and behind it are as a document by itself:
-other keys than the queries' own are aligned at the end (`layout_k`), which leaves no room for keys
-behind the last query. So the queries are put at their rows among the keys. The rows of the others
-are zeros, and what comes out there is dropped.
+A piece, with the tokens that its windows reach on both sides, is treated as one document. Keys of
+`layout_k` are aligned with the last query, which leaves no room for keys behind it. So the queries
+are put where their own keys are; the other queries are zeros, and their outputs are dropped.
 
-Shapes: C = tokens of a rank, Tk = rows of keys, Hkv = num_kv_heads, D = head_dim.
+Shapes: C = tokens of a rank, Tk = gathered keys, Hkv = num_kv_heads, D = head_dim.
 
 Imports: torch. Never transformers.
 """
@@ -34,11 +33,11 @@ class WindowExchange:
 
     Attributes:
         keys: the pieces and what their windows reach; its `layout_k` is also that of the queries.
-        rows: int64 `[C]`, on the device of the tokens: where each of the rank's tokens is there.
+        own_keys: int64 `[C]`, on the device of the tokens: the key of each of the rank's tokens.
     """
 
     keys: KeyExchange
-    rows: Tensor
+    own_keys: Tensor
 
     @classmethod
     def of(
@@ -56,14 +55,14 @@ class WindowExchange:
         )
         if keys is None:
             return None
-        rows: list[int] = []
+        own_keys: list[int] = []
         starts = keys.layout_k.cu_seqlens.tolist()
-        for (_, start, stop), row in zip(pieces[rank], starts, strict=False):
-            first = row + min(start, reach)
-            rows += range(first, first + stop - start)
-        padding = tokens_per_rank - len(rows)
-        rows += range(starts[-1], starts[-1] + padding)
-        return cls(keys, torch.tensor(rows, dtype=torch.int64, device="cpu"))
+        for (_, start, stop), key in zip(pieces[rank], starts, strict=False):
+            first = key + min(start, reach)
+            own_keys += range(first, first + stop - start)
+        padding = tokens_per_rank - len(own_keys)
+        own_keys += range(starts[-1], starts[-1] + padding)
+        return cls(keys, torch.tensor(own_keys, dtype=torch.int64, device="cpu"))
 
     @property
     def layout(self) -> PackedLayout:
@@ -72,7 +71,7 @@ class WindowExchange:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> WindowExchange:
         """The same with `move` of the tensors on the device."""
-        return WindowExchange(self.keys.moved(move), move(self.rows))
+        return WindowExchange(self.keys.moved(move), move(self.own_keys))
 
     def attend(
         self,
@@ -92,6 +91,6 @@ class WindowExchange:
         No sync; traces under `fullgraph=True`.
         """
         k_KHD, v_KHD = gather_keys(k_CHD, v_CHD, self.keys, group)
-        q_KHD = q_CHD.new_zeros(len(k_KHD), *q_CHD.shape[1:]).index_copy(0, self.rows, q_CHD)
+        q_KHD = q_CHD.new_zeros(len(k_KHD), *q_CHD.shape[1:]).index_copy(0, self.own_keys, q_CHD)
         out_KHD: Tensor = attend(q_KHD, k_KHD, v_KHD)
-        return out_KHD.index_select(0, self.rows)
+        return out_KHD.index_select(0, self.own_keys)

@@ -172,15 +172,15 @@ MUTATIONS = (
     Mutation(
         "parallel: gradients of received keys are not returned",
         "flexvarlen/parallel/gather_keys.py",
-        "summed[slot - unshared :][:n] += grads_from_others[done : done + n]",
+        "summed[token - unshared :][:n] += grads_from_others[done : done + n]",
         "pass",
         DOCUMENTS,
     ),
     Mutation(
         "parallel: a key that several ranks need counts as one rank's own",
         "flexvarlen/parallel/gather_keys.py",
-        "for slot, _, n in (*runs[1:], *sends) if n",
-        "for slot, _, n in runs[1:] if n",
+        "for token, _, n in (*runs[1:], *sends) if n",
+        "for token, _, n in runs[1:] if n",
         DOCUMENTS,
     ),
     Mutation(
@@ -193,8 +193,8 @@ MUTATIONS = (
     Mutation(
         "parallel: a piece attends to the pieces behind it",
         "flexvarlen/parallel/key_exchange.py",
-        "if place.stop <= stop",
-        "if place.stop >= 0",
+        "if part.stop <= stop",
+        "if part.stop >= 0",
         DOCUMENTS,
     ),
     Mutation(
@@ -207,7 +207,7 @@ MUTATIONS = (
     Mutation(
         "parallel: keys are sent though no document is cut",
         "flexvarlen/parallel/key_exchange.py",
-        "if all(len(places) == 1 for places in documents.values()):",
+        "if all(len(parts) == 1 for parts in documents.values()):",
         "if not documents:",
         DOCUMENTS,
     ),
@@ -228,8 +228,8 @@ MUTATIONS = (
     Mutation(
         "parallel: a window to both sides begins at its piece",
         "flexvarlen/parallel/window_exchange.py",
-        "first = row + min(start, reach)",
-        "first = row",
+        "first = key + min(start, reach)",
+        "first = key",
         DOCUMENTS,
     ),
     Mutation(

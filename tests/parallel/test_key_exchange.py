@@ -94,7 +94,7 @@ def test_the_keys_of_a_window_are_those_it_reaches(lengths, ranks, padding, wind
             last = min(lengths[document], stop + window - 1)
             expected = list(range(begins[document] + first, begins[document] + last))
             assert rows[bounds[slot] : bounds[slot + 1]] == expected
-        places = shards[rank].windows.rows.tolist()
+        places = shards[rank].windows.own_keys.tolist()
         assert len(set(places)) == capacity, "each query has a row of its own"
         real = capacity - plan.padding(rank)
         assert [rows[place] for place in places[:real]] == own[rank][:real]
