@@ -84,17 +84,9 @@ def shard_row(
             "group must be one that this process is in, got one of other ranks; pass its own, "
             "mesh.get_group(name) of a DeviceMesh."
         )
-    _require_one_row(batch, _why_no_row(batch, size), group)
-    rank = dist.get_rank(group)
-    return shard_batch(
-        batch,
-        rank,
-        size,
-        method=method,
-        causal=causal,
-        window=window,
-        ignore_index=ignore_index,
-    )
+    options = {"method": method, "causal": causal, "window": window, "ignore_index": ignore_index}
+    _require_one_row(batch, options, _why_no_row(batch, size), group)
+    return shard_batch(batch, dist.get_rank(group), size, **options)  # type: ignore[arg-type]
 
 
 def shard_batch(
@@ -264,25 +256,34 @@ def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
 
 
 def _require_one_row(
-    batch: Mapping[str, Any], refusal: str | None, group: ProcessGroup | None
+    batch: Mapping[str, Any],
+    options: dict[str, Any],
+    refusal: str | None,
+    group: ProcessGroup | None,
 ) -> None:
-    """Raise unless all ranks have the same row, as a data loader may silently mix rows. Syncs.
+    """Raise unless all ranks have the same row and options, as a loader may mix rows. Syncs.
 
     A rank whose batch is refused still takes part in the collective, so the others do not hang.
     """
     mine: Any = refusal
     if refusal is None:
         layout = batch["packed_layout"]
+        numbers = {name: x for name, x in batch.items() if isinstance(x, int | float)}
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
         tensors |= {"document_ids": layout.document_ids(), "real_tokens": layout.real_tokens()}
         if layout.segments is not None:
             tensors["segments"] = layout.segments.table
-        mine = {name: checksum(x) for name, x in sorted(tensors.items())}
+        mine = numbers | {name: checksum(x) for name, x in tensors.items()}
     others: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(others, mine, group=group)
+    dist.all_gather_object(others, (options, mine), group=group)
     if refusal is not None:
         raise ValueError(refusal)
-    for rank, theirs in enumerate(others):
+    for rank, (their_options, theirs) in enumerate(others):
+        if their_options != options:
+            raise ValueError(
+                f"the options must be the same on every rank of the group, {options}, got "
+                f"{their_options} on rank {rank}; pass fv.shard_options(model) on each."
+            )
         if theirs != mine:
             raise ValueError(
                 "batch must be the same row on every rank of the group, got another on rank "

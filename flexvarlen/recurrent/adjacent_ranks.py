@@ -80,8 +80,10 @@ def _neighbour(step: int, group: str) -> tuple[ProcessGroup, int]:
 
 # ---- the tokens before ----
 
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # a graph would repeat the hops of one row
 
-@torch.library.custom_op("flexvarlen::prepend_tokens", mutates_args=())
+
+@torch.library.custom_op("flexvarlen::prepend_tokens", mutates_args=(), tags=_TAGS)
 def prepend_tokens(x_TC: Tensor, hops: Tensor, group: str) -> Tensor:
     """`[REACH + T, C]`: x behind the last tokens of the rank before, or zeros if none go on."""
     found, own = Hops.of(hops), x_TC.contiguous()
@@ -93,7 +95,7 @@ def prepend_tokens(x_TC: Tensor, hops: Tensor, group: str) -> Tensor:
     return out
 
 
-@torch.library.custom_op("flexvarlen::prepend_tokens_backward", mutates_args=())
+@torch.library.custom_op("flexvarlen::prepend_tokens_backward", mutates_args=(), tags=_TAGS)
 def _prepend_tokens_backward(grad: Tensor, hops: Tensor, group: str) -> Tensor:
     found, grad = Hops.of(hops), grad.contiguous()
     dx = grad[REACH:].clone()
@@ -135,53 +137,44 @@ def receive_state(
     """The final state of the rank before; its gradient goes back there.
 
     Args:
-        sources: all that the scan reads. Gradients of any of them need those of the state.
+        sources: all that the scan reads. The state requires a gradient if one of them does, as the
+            output of the rank before does then.
     """
-    found: Tensor = _ReceiveState.apply(_anchor(sources[0]), shape, dtype, group, *sources)  # type: ignore[no-untyped-call]
+    found: Tensor = _ReceiveState.apply(shape, dtype, group, *sources)  # type: ignore[no-untyped-call]
     return found
 
 
 def send_state(out: Tensor, state: Tensor, group: str) -> Tensor:
     """The output of a document, whose final state goes to the next rank."""
-    found: Tensor = _SendState.apply(_anchor(out), out, state.contiguous(), group)  # type: ignore[no-untyped-call]
+    found: Tensor = _SendState.apply(out, state.contiguous(), group)  # type: ignore[no-untyped-call]
     return found
-
-
-def _anchor(like: Tensor) -> Tensor:
-    """An input that requires a gradient, so that the backwards of both ranks run or neither's."""
-    return like.new_empty(0, requires_grad=True)
 
 
 class _ReceiveState(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        anchor: Tensor,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        group: str,
-        *sources: Tensor,
+        ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, group: str, *sources: Tensor
     ) -> Tensor:
         ctx.group, ctx.sources = group, len(sources)
-        state = anchor.new_empty(shape, dtype=dtype)
+        state = sources[0].new_empty(shape, dtype=dtype)
         receive(state, -1, group).wait()
         return state
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         send(grad.contiguous(), -1, ctx.group).wait()
-        return (*[None] * (4 + ctx.sources),)
+        return (*[None] * (3 + ctx.sources),)
 
 
 class _SendState(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, out: Tensor, state: Tensor, group: str) -> Tensor:
+    def forward(ctx: Any, out: Tensor, state: Tensor, group: str) -> Tensor:
         ctx.group, ctx.shape, ctx.dtype = group, state.shape, state.dtype
         send(state, 1, group).wait()
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         of_state = grad.new_empty(ctx.shape, dtype=ctx.dtype)
         receive(of_state, 1, ctx.group).wait()
-        return None, grad, of_state, None
+        return grad, of_state, None

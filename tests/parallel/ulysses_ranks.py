@@ -153,6 +153,8 @@ def errors(layout: Any) -> list[str]:
         lambda: shard_row(
             {"packed_layout": layout, "weights": torch.full((1, TOKENS), rank).bfloat16()}
         ),
+        lambda: shard_row(BATCH | {"packed_layout": layout, "num_items_in_batch": rank}),
+        lambda: shard_row(BATCH | {"packed_layout": layout}, causal=rank > 0),
         lambda: shard_row(BATCH | {"packed_layout": layout}, dist.GroupMember.NON_GROUP_MEMBER),
     ):
         try:

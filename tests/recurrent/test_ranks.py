@@ -22,6 +22,7 @@ from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels import levels
 from flexvarlen.recurrent.fla_kernels.check import OPERATORS
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
+from flexvarlen.recurrent.layer_functions import _loop_over_documents
 from flexvarlen.reference.model import Float64
 from tests.recurrent.cases import CASES, chunk_offsets, randn, stand_in_for_fla
 
@@ -147,6 +148,27 @@ def test_a_gradient_of_one_tensor_alone(name, mailbox):
         for out, own in reversed([*zip(outs, parts, strict=True)]):
             torch.autograd.grad(out.sum(), own[index])
         assert mailbox.is_empty()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_frozen_layers_need_no_gradient_on_any_rank(name, mailbox):
+    """Else the backward of some ranks alone would run, and wait for the others in attention."""
+    run, _, by_token, shared = CASES[name](120)
+    docs, _ = shards((60, 20, 40), 3, 120)
+    for rank, each in enumerate(docs):
+        own = [x[:, 40 * rank : 40 * (rank + 1)] for x in by_token]
+        assert not run(each, *own, *shared).requires_grad
+    assert mailbox.is_empty()
+
+
+def test_plain_torch_is_refused_over_gpus():
+    docs, _ = shards((60, 20, 40), 3, 120)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        row = torch.empty(1, 40, 2, 8, device="cuda")
+        with pytest.raises(
+            NotImplementedError, match="ranks need fla's kernels on a GPU, as ranks"
+        ):
+            _loop_over_documents(None, docs[0], [row], row, None, why="a reason")
 
 
 def test_nothing_passes_where_no_document_is_cut():
