@@ -86,7 +86,7 @@ def find_checkpoint(out: Path, run: dict[str, int], resume: bool) -> tuple[Path 
     if not resume:
         return None, {"step": 0, "epoch": 0, "batch": 0, **run}
     progress = json.loads((found[-1] / "progress.json").read_text())
-    if (saved := {name: progress[name] for name in run}) != run:
+    if (saved := {name: progress.get(name) for name in run}) != run:
         raise typer.BadParameter(
             f"settings must be the checkpoint's, {saved}, got {run}; use them, or another --out."
         )
@@ -114,7 +114,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens in a row.")] = 4096,
     steps: int = 200,
     accumulate: Annotated[int, typer.Option(help="Rows per rank and step.")] = 1,
-    context_parallel: Annotated[int, typer.Option(help="Ranks that share a row.")] = 1,
+    context_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share a row.")] = 1,
     learning_rate: float = 3e-4,
     backend: str = "auto",
     compile: Annotated[bool, typer.Option("--compile")] = False,
@@ -138,10 +138,10 @@ def main(
     rows = packed_rows(tokenizer, texts, tokens)
     ranks, pad = accelerator.num_processes, tokenizer.pad_token_id or 0
     groups, group_index = ranks // context_parallel, accelerator.process_index // context_parallel
-    if groups * context_parallel != ranks:
+    if groups * context_parallel != ranks or tokens % context_parallel:
         raise typer.BadParameter(
-            f"context_parallel must divide the {ranks} processes, got {context_parallel}; start "
-            "more by accelerate launch --num_processes."
+            f"context_parallel must divide the {ranks} processes and the {tokens} tokens of a row, "
+            f"got {context_parallel}; start more by accelerate launch --num_processes."
         )
     run = {"processes": ranks, "tokens": tokens, "accumulate": accumulate, "seed": seed}
     run["context_parallel"] = context_parallel

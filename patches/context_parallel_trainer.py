@@ -14,6 +14,7 @@ Shapes: P = ranks of a group, T = tokens of a row.
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,7 @@ def share_rows(trainer: Trainer, backend: BackendChoice, ranks: int) -> None:
     why = why_not_shared(trainer, ranks)
     if why is not None:
         raise ValueError(why)
-    group, _ = dist.new_subgroups(ranks)
+    group, _ = dist.new_subgroups(ranks, timeout=timedelta(seconds=trainer.args.ddp_timeout))
     patch_model(trainer.model, backend, sequence_parallel_group=group)
     kind = type(trainer)
     trainer.__class__ = type(kind.__name__, (SharedRows, kind), {"__module__": kind.__module__})
@@ -58,8 +59,6 @@ class SharedRows(Trainer):  # type: ignore[misc]
 
     group: Any
     """This process's group."""
-    compared_in: int | None = None
-    """The epoch in which the ranks compared a row of the current loader."""
 
     @property
     def num_groups(self) -> int:
@@ -87,7 +86,6 @@ class SharedRows(Trainer):  # type: ignore[misc]
         if is_prepared:
             return loader
         refuse_dispatching(accelerator, loader)
-        self.compared_in = None
         rank, of_group = dist.get_rank(self.group), accelerator.process_index // ranks
         pad_token_id = getattr(self.processing_class, "pad_token_id", None) or 0
         loader = copy.copy(loader)  # which may be prepared again
@@ -114,16 +112,13 @@ class SharedRows(Trainer):  # type: ignore[misc]
         return prepared
 
     def compare_rows(self, inputs: dict[str, Any]) -> None:
-        """Raise if the ranks of the group have different rows, in the first batch of an epoch."""
-        mine, epoch = inputs.pop(CHECKSUM, None), int(self.state.epoch or 0)
+        """Raise if the ranks of the group have different rows. Syncs, as Trainer's steps do."""
+        mine = inputs.pop(CHECKSUM, None)
         if mine is None:
             raise ValueError(
                 "batches must come from a loader that trainer.accelerator.prepare returned, got "
                 "others; return such a one from get_train_dataloader and get_eval_dataloader."
             )
-        if self.compared_in == epoch:
-            return
-        self.compared_in = epoch
         found = torch.stack([mine, -mine])
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         if found.sum() != 0:
@@ -136,8 +131,8 @@ class SharedRows(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """A step on this rank's shard; the mean of the ranks' losses is the loss."""
-        sharded = any(isinstance(x, DTensor) for x in model.parameters())  # by FSDP2, in place
-        if model is self.model and not (sharded or isinstance(model, FullyShardedDataParallel)):
+        wrapped = model is not self.model or isinstance(model, FullyShardedDataParallel)
+        if not (wrapped or any(isinstance(x, DTensor) for x in model.parameters())):  # FSDP2
             raise ValueError(
                 "train() must come before evaluate(), got a model that accelerate prepared for "
                 "evaluation alone, without DDP, so no gradients would be summed over the "

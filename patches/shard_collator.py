@@ -17,6 +17,7 @@ from flexvarlen.layout.labels import LABEL_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.parallel.shard import checksum, shard_batch
+from flexvarlen.recurrent.documents import REACH
 
 CHECKSUM = "row_checksum"
 """The column of the whole row's checksum, by which the ranks compare their rows."""
@@ -58,7 +59,7 @@ class ShardCollator:
         return shard | {CHECKSUM: torch.tensor(found)}
 
     def packed_row(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch as one row with a layout, whose tokens are a multiple of the ranks."""
+        """The batch as one row with a layout; each rank gets what a convolution needs at least."""
         tokens, layout = batch["input_ids"], batch.get("packed_layout")
         if layout is not None and (layout.segments is not None or LABEL_COUNTS in batch):
             raise NotImplementedError(
@@ -70,7 +71,7 @@ class ShardCollator:
                 f"input_ids {list(tokens.shape)}{'' if 'labels' in batch else ' without labels'}; "
                 "use PackedCollator, DataCollatorWithFlattening, or SFTConfig(packing=True)."
             )
-        total = -(-tokens.numel() // self.ranks) * self.ranks
+        total = max(-(-tokens.numel() // self.ranks), REACH) * self.ranks
         if layout is None:
             collator = PackedCollator(
                 total_tokens=total, pad_token_id=self.pad_token_id, next_token_labels=True

@@ -114,7 +114,7 @@ def sharded_layout(
 
 
 def _hops(pieces: Pieces, rank: int) -> Tensor:
-    own, later = pieces[rank], [each[0] for each in pieces[rank + 1 :] if each]
-    receives = bool(own) and own[0][1] > 0
-    sends = bool(own and later) and own[-1][0] == later[0][0]
+    own, following = pieces[rank], pieces[rank + 1] if rank + 1 < len(pieces) else ()
+    receives = bool(own) and own[0].start > 0
+    sends = bool(own and following) and own[-1].document == following[0].document
     return torch.tensor([receives, sends, max(len(own) - 1, 0)], dtype=torch.int64, device="cpu")

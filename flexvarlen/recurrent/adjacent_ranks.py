@@ -12,7 +12,7 @@ Imports: torch. Never transformers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from flexvarlen.recurrent.documents import REACH
-
-if TYPE_CHECKING:  # not available in a torch built without distributed
-    from torch.distributed import ProcessGroup
 
 
 class Hops(NamedTuple):
@@ -52,14 +49,14 @@ def send(x: Tensor, step: int, group: str) -> Any:
         step: 1, or -1 for the rank before.
         group: the name of the ranks' group.
     """
-    ranks, other = _neighbour(step, group)
-    return dist.isend(x, other, ranks)
+    ranks = _resolve_process_group(group)  # type: ignore[arg-type]
+    return dist.isend(x, group=ranks, group_dst=dist.get_rank(ranks) + step)
 
 
 def receive(x: Tensor, step: int, group: str) -> Any:
     """Begin to fill x from the rank `step` after this one, and return a `Work`."""
-    ranks, other = _neighbour(step, group)
-    return dist.irecv(x, other, ranks)
+    ranks = _resolve_process_group(group)  # type: ignore[arg-type]
+    return dist.irecv(x, group=ranks, group_src=dist.get_rank(ranks) + step)
 
 
 def shift(sent: Tensor | None, received: Tensor | None, step: int, group: str) -> None:
@@ -71,11 +68,6 @@ def shift(sent: Tensor | None, received: Tensor | None, step: int, group: str) -
     works += [] if received is None else [receive(received, -step, group)]
     for work in works:
         work.wait()
-
-
-def _neighbour(step: int, group: str) -> tuple[ProcessGroup, int]:
-    ranks: ProcessGroup = _resolve_process_group(group)  # type: ignore[arg-type]
-    return ranks, dist.get_global_rank(ranks, dist.get_rank(ranks) + step)
 
 
 # ---- the tokens before ----
@@ -169,12 +161,13 @@ class _ReceiveState(torch.autograd.Function):
 class _SendState(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, state: Tensor, group: str) -> Tensor:
-        ctx.group, ctx.shape, ctx.dtype = group, state.shape, state.dtype
+        ctx.group = group
+        ctx.save_for_backward(state)  # a checkpoint sends it again before the gradient is received
         send(state, 1, group).wait()
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        of_state = grad.new_empty(ctx.shape, dtype=ctx.dtype)
+        of_state = torch.empty_like(*ctx.saved_tensors)
         receive(of_state, 1, ctx.group).wait()
         return grad, of_state, None

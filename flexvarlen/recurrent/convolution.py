@@ -35,16 +35,15 @@ def causal_convolution(
     Raises:
         NotImplementedError: the documents lie on several ranks, and W is more than 4.
     """
-    narrow = weight.shape[1] <= WIDEST_CONVOLUTION
-    if documents.hops is not None:
-        if not narrow:
-            raise NotImplementedError(
-                f"a convolution over ranks must have a width of at most {WIDEST_CONVOLUTION}, got "
-                f"{weight.shape[1]}; give each rank rows of its own."
-            )
-        x_TC = prepend_tokens(x_TC, documents.hops, documents.group)
-        return _convolution(x_TC, weight, bias, silu, documents)[REACH:]
-    return _convolution(x_TC, weight, bias, silu, documents)
+    if documents.hops is None:
+        return _convolution(x_TC, weight, bias, silu, documents)
+    if weight.shape[1] > WIDEST_CONVOLUTION:
+        raise NotImplementedError(
+            f"a convolution over ranks must have a width of at most {WIDEST_CONVOLUTION}, got "
+            f"{weight.shape[1]}; give each rank rows of its own."
+        )
+    x_TC = prepend_tokens(x_TC, documents.hops, documents.group)
+    return _convolution(x_TC, weight, bias, silu, documents)[REACH:]
 
 
 def _convolution(

@@ -247,7 +247,8 @@ def _loop_over_documents(
             goes_on = bool(hops.sends) and slot == hops.last
             row = (x[:, start:end] for x in rows)
             out, state = run(state, goes_on or slot in with_children, *row)
-            if goes_on and state is not None:
+            if goes_on:
+                assert state is not None
                 out = send_state(out, state.to(dtype), documents.group)
             outs[slot] = out.to(like.dtype)
         states[slot] = state

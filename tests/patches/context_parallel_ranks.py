@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -33,6 +34,7 @@ from tests.two_processes import meet
 WORLD, TOKENS, ROWS = 4, 64, 2  # two rows a step, of one process or of two groups
 COMMON: dict[str, Any] = {
     "max_steps": -1,
+    "ddp_timeout": 900,
     "num_train_epochs": 2,
     "optim": "adamw_torch",
     "adam_epsilon": 0.001,  # else a step has the size of the rate, whatever the gradient
@@ -137,6 +139,8 @@ def run(rank: int, port: int, folder: str) -> None:
     twice = [trainer.accelerator.prepare(loader) for _ in range(2)]
     made["batches"] = [*map(len, twice), len(trainer.accelerator.prepare(twice[0]))]
     made["errors"] = errors(folder)
+    backend = trainer.group._get_backend(torch.device("cpu"))
+    made["timeout_s"] = backend.options._timeout.total_seconds()
     made["examples_of_a_step"] = trainer.get_total_train_batch_size(trainer.args)
     if rank == 0:
         torch.save(made, Path(folder) / "made.pt")
@@ -171,8 +175,9 @@ def errors(folder: str) -> dict[str, str]:
     trainer.add_callback(fv.IsolationCallback())
     note("isolation", trainer.train)
     trainer.remove_callback(fv.IsolationCallback)
-    trainer.data_collator = differing
-    note("other rows", trainer.train)
+    for same, case in ((0, "other rows"), (1, "other rows later")):
+        trainer.data_collator = Differing(same)
+        note(case, trainer.train)
     trainer.data_collator = DataCollatorWithPadding(tokenizer())
     trainer.train_dataset = [{"input_ids": [5, 6], "labels": 1}, {"input_ids": [7], "labels": 0}]
     note("padded batches", trainer.train)
@@ -181,6 +186,13 @@ def errors(folder: str) -> dict[str, str]:
     return said
 
 
-def differing(features: Any) -> dict[str, Any]:
-    """Other tokens on each rank."""
-    return fv.PackedCollator(total_tokens=TOKENS)([np.arange(1, 9) + int(os.environ["RANK"])])
+@dataclass
+class Differing:
+    """Makes this many rows that are equal on all ranks, then others."""
+
+    same: int
+
+    def __call__(self, features: Any) -> dict[str, Any]:
+        self.same -= 1
+        other = int(os.environ["RANK"]) if self.same < 0 else 0
+        return fv.PackedCollator(total_tokens=TOKENS)([np.arange(1, 9) + other])

@@ -88,6 +88,7 @@ ERRORS = {
     "predict": "predictions need whole rows",
     "isolation": "IsolationCallback verifies whole rows",
     "other rows": "the processes of a group must load the same row, got different ones",
+    "other rows later": "the processes of a group must load the same row, got different ones",
     "padded batches": r"a batch must be one packed row .* got input_ids \[2, 2\];",
     "another patch": "must stay as patch_trainer patched it",
 }
@@ -133,6 +134,15 @@ def test_loader_workers_shard():
     batches = [shards[0][0], shards[2][0]]
     assert batches[0]["row_checksum"] == batches[1]["row_checksum"]
     assert torch.cat([x["input_ids"][0] for x in batches]).numel() == 22
+
+
+def test_a_row_shorter_than_a_convolution_is_padded():
+    shards = [ShardCollator(fv.PackedCollator(), rank, 2, 0)([[5, 6]]) for rank in (0, 1)]
+    assert [x["input_ids"].tolist() for x in shards] == [[[5, 6, 0]], [[0, 0, 0]]]
+
+
+def test_groups_wait_as_long_as_the_trainer_says(made):
+    assert made["timeout_s"] == 900
 
 
 def test_trees_are_refused():
