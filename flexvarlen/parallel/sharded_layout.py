@@ -30,7 +30,7 @@ class RowShard:
         causal: whether the exchange is for causal attention.
         hops: int64 `[3]` on the host, of a rank with the next tokens of the row: whether its first
             document comes from the rank before, whether its last one goes on at the next, and the
-            slot of that one; None of pieces in another order.
+            slot of that one; zeros of trees; None of pieces in another order.
         window: the widest that layers whose attention is not causal may have.
         windows: what the ranks exchange in these layers; None without a window, or if no document
             of the row is cut.

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from flexvarlen.recurrent.documents import REACH
 
@@ -49,14 +48,21 @@ def send(x: Tensor, step: int, group: str) -> Any:
         step: 1, or -1 for the rank before.
         group: the name of the ranks' group.
     """
-    ranks = _resolve_process_group(group)  # type: ignore[arg-type]
+    ranks = _group_of(group)
     return dist.isend(x, group=ranks, group_dst=dist.get_rank(ranks) + step)
 
 
 def receive(x: Tensor, step: int, group: str) -> Any:
     """Begin to fill x from the rank `step` after this one, and return a `Work`."""
-    ranks = _resolve_process_group(group)  # type: ignore[arg-type]
+    ranks = _group_of(group)
     return dist.irecv(x, group=ranks, group_src=dist.get_rank(ranks) + step)
+
+
+def _group_of(name: str) -> Any:
+    # here, as a torch built without distributed has no such module
+    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def shift(sent: Tensor | None, received: Tensor | None, step: int, group: str) -> None:

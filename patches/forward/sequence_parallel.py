@@ -77,6 +77,11 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
             f"PackedLayout, got {type(layout).__name__}; call fv.shard_row on a batch that has one."
         )
     _check_layout(layout, batch, row_tokens, tokens.device, group)
+    if forward.patch.batch_invariant and layout.shard is not None:
+        raise NotImplementedError(
+            "batch_invariant does not hold where documents are cut, at tokens that depend on their "
+            'neighbours; leave it out, or call fv.shard_row(..., method="ulysses").'
+        )
     _check_attention(layout, forward.parts)
     _check_pooling(layout, forward)
     for name in ("position_ids", "labels", "shift_labels", LABEL_COUNTS, SAMPLE_COUNTS):
@@ -150,7 +155,7 @@ def _check_layout(
 def _check_attention(layout: PackedLayout, parts: ModelParts) -> None:
     """Raise unless the shard was made for the model's kinds of layers."""
     shard = layout.shard
-    in_order = shard is not None and (shard.exchange is None or shard.hops is not None)
+    in_order = shard is not None and shard.hops is not None
     if parts.recurrent and not in_order:
         raise ValueError(
             "a model with recurrent layers must get the next tokens of the row on each rank, got "
