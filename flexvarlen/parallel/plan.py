@@ -84,7 +84,8 @@ def plan_row(
 
     Each rank gets exactly T/P tokens, padding last, and at most P - 1 documents are cut. No rank
     has over 5% more work than the mean, that of the linear layers counted (`LINEAR_WORK`); if
-    attention is bidirectional, in almost all rows. A contiguous plan is not balanced.
+    attention is bidirectional, both hold in most rows, and documents longer than T/P are not among
+    the P - 1. A contiguous plan is not balanced.
 
     Args:
         lengths: tokens of each document.

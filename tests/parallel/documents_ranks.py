@@ -341,6 +341,8 @@ REFUSED = {
     "labels of this rank": "label_counts of a shard must come with num_items_in_batch",
     "method": "method must be one of 'documents', 'contiguous', 'ulysses'",
     "hybrid by documents": "a model with recurrent layers must get the next tokens of the row",
+    "hybrid, nothing cut": "a model with recurrent layers must get the next tokens of the row",
+    "batch_invariant": "batch_invariant does not hold where documents are cut",
     "hybrid by heads": "a model with recurrent layers must get the next tokens of the row",
 }
 
@@ -353,6 +355,9 @@ def refused(group: Any) -> dict[str, str]:
     model, alone = new_model("llama"), fv.patch_model(new_model("llama"))
     fv.patch_model(model, sequence_parallel_group=group)
     mixing = fv.patch_model(new_model("lfm2"), sequence_parallel_group=group)
+    invariant = fv.patch_model(
+        new_model("llama"), batch_invariant=True, sequence_parallel_group=group
+    )
     by_heads = fv.shard_row(batch, group, method="ulysses")
     plan = plan_row(ROWS["long"], 2, total_tokens=TOKENS)
     ids, others = shard["input_ids"], sharded_layout(plan.pieces, TOKENS // 2, 1 - rank)
@@ -396,6 +401,8 @@ def refused(group: Any) -> dict[str, str]:
         "method": lambda: fv.shard_row(batch, group, method="tokens"),
         "hybrid by documents": lambda: mixing(**shard),
         "hybrid by heads": lambda: mixing(**by_heads),
+        "hybrid, nothing cut": lambda: mixing(**fv.shard_row(batch_of((60, 60)), group)),
+        "batch_invariant": lambda: invariant(**shard),
     }
     return sentences(calls)
 
