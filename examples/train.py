@@ -29,7 +29,7 @@ import torch
 import typer
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import parse_flag_from_env, set_seed
+from accelerate.utils import gather_object, parse_flag_from_env, set_seed
 from torch.distributed import new_subgroups
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
@@ -146,6 +146,8 @@ def main(
     run = {"processes": ranks, "tokens": tokens, "accumulate": accumulate, "seed": seed}
     run["context_parallel"] = context_parallel
     run |= {"rows": len(rows), "rows_crc32": zlib.crc32(json.dumps(rows).encode())}
+    if len({*gather_object([run["rows_crc32"]])}) > 1:
+        raise typer.BadParameter("data and model must be the same files for all processes.")
     checkpoint, progress = find_checkpoint(out, run, resume)
     rows += [[[pad]]] * (-len(rows) % groups)  # a single token has no label
     lengths = [[len(document) for document in row] for row in rows]

@@ -111,17 +111,24 @@ class SharedRows(Trainer):  # type: ignore[misc]
         )
         return prepared
 
-    def compare_rows(self, inputs: dict[str, Any]) -> None:
-        """Raise if the ranks of the group have different rows. Syncs, as Trainer's steps do."""
-        mine = inputs.pop(CHECKSUM, None)
-        if mine is None:
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """The batches of an optimizer step, which the ranks of the group compare."""
+        batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
+        if batches:
+            self.compare_rows(batches)
+        return batches, num_items_in_batch
+
+    def compare_rows(self, batches: list[dict[str, Any]]) -> None:
+        """Raise if the ranks of the group have different rows. Syncs."""
+        if any(CHECKSUM not in batch for batch in batches):
             raise ValueError(
                 "batches must come from a loader that trainer.accelerator.prepare returned, got "
                 "others; return such a one from get_train_dataloader and get_eval_dataloader."
             )
-        found = torch.stack([mine, -mine])
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        if found.sum() != 0:
+        mine = torch.stack([batch.pop(CHECKSUM) for batch in batches])
+        largest = torch.stack([mine, -mine])
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        if largest.sum(0).any():
             raise ValueError(
                 "the processes of a group must load the same row, got different ones; draw what is "
                 "random in the dataset, its sampler or the collator from the same seed in each."
@@ -138,7 +145,6 @@ class SharedRows(Trainer):  # type: ignore[misc]
                 "evaluation alone, without DDP, so no gradients would be summed over the "
                 "processes; make a new trainer, or pass eval_on_start=True."
             )
-        self.compare_rows(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
 
     def compute_loss(
@@ -166,7 +172,7 @@ class SharedRows(Trainer):  # type: ignore[misc]
         """The mean of the group's losses, on each of its ranks, without predictions."""
         if not prediction_loss_only:
             raise NotImplementedError(_NO_PREDICTIONS)
-        self.compare_rows(inputs)
+        self.compare_rows([inputs])
         loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
         loss = loss.clone()
         dist.all_reduce(loss, group=self.group)
@@ -176,16 +182,21 @@ class SharedRows(Trainer):  # type: ignore[misc]
         """Refuse, as a rank has the predictions of its shard alone."""
         raise NotImplementedError(_NO_PREDICTIONS)
 
-    def gather_for_metrics(self, values: Tensor, **kwargs: Any) -> Tensor:
-        """accelerate's method of this name: without what fills up the last batch of a dataset.
+    def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        """accelerate's method of this name, where each rank of a group has a value of an example.
 
-        It counts the examples that are left; the ranks of a group all have a value for each.
+        At the end of a dataset it keeps as many values as there are examples in the last batch.
         """
-        gathered: Tensor = self.accelerator.gather(values)
-        state = self.accelerator.gradient_state
-        if state.end_of_dataloader and state.remainder > 0:
-            return gathered[: state.remainder * dist.get_world_size(self.group)]
-        return gathered
+        accelerator = self.accelerator
+        loader = accelerator.gradient_state.active_dataloader
+        examples = getattr(loader, "remainder", 0)
+        if examples > 0:
+            loader.remainder = examples * dist.get_world_size(self.group)
+        try:
+            return type(accelerator).gather_for_metrics(accelerator, *args, **kwargs)
+        finally:
+            if examples > 0:
+                loader.remainder = examples
 
 
 _NO_PREDICTIONS = (

@@ -27,7 +27,10 @@ def _documents(layout: PackedLayout) -> str:
     documents = f"{len(lengths)} documents"
     if layout.segments is not None:
         trees = "1 tree" if len(lengths) == 1 else f"{len(lengths)} trees"
-        documents = f"{trees} of {len(layout.segments.lengths)} segments,"
+        documents = f"{trees} of {len(layout.segments.lengths)} segments"
+    if not lengths:
+        return documents
     shown = ", ".join(map(str, lengths[:SHOWN_LENGTHS]))
     more = f", ... (longest {max(lengths)})" if len(lengths) > SHOWN_LENGTHS else ""
-    return f"{documents} of {shown}{more} tokens" if shown else documents
+    comma = "" if layout.segments is None else ","
+    return f"{documents}{comma} of {shown}{more} tokens"

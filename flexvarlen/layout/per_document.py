@@ -114,11 +114,10 @@ def document_boundaries(layout: PackedLayout) -> Tensor:
 
 
 def _require_whole_documents(layout: PackedLayout) -> None:
-    if layout.shard is not None and layout.shard.exchange is not None:
+    if layout.shard is not None and layout.segments is None:  # trees lie whole on a rank
         raise NotImplementedError(
-            "a shard of a row has no whole documents if one of the row is cut: it goes on at "
-            "another rank; gather the tokens of all ranks in the order of the row, and pass the "
-            "whole row's layout."
+            "a shard of a row may have parts of documents, which go on at another rank; gather the "
+            "tokens of all ranks in the order of the row, and pass the whole row's layout."
         )
 
 

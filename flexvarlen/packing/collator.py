@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from flexvarlen.layout.arguments import as_int, checked_sizes
+from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.columns import (
     BOUNDARIES,
-    IGNORED,
     KNOWN,
     LOSS_MASKS,
     check_row,
@@ -174,7 +174,7 @@ class PackedCollator:
             raise ValueError("features must hold a document at least, got none; pass some.")
         layout = self._layout([len(document["input_ids"]) for document in documents])
         self._mask_first_labels(documents)
-        fills = {"input_ids": self.pad_token_id, "labels": IGNORED, **self.extra}
+        fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, **self.extra}
         batch: dict[str, Any] = {}
         for name, fill in fills.items():
             values = np.concatenate([document[name] for document in documents])
@@ -220,7 +220,7 @@ class PackedCollator:
                 require_a_kind(labels)
         for each in documents:
             if next_token or _GIVEN not in each:
-                each["labels"][0] = IGNORED
+                each["labels"][0] = IGNORE_INDEX
 
     def _layout(self, lengths: list[int]) -> PackedLayout:
         if self.total_tokens is not None and sum(lengths) > self.total_tokens:
@@ -252,7 +252,7 @@ class PackedCollator:
         columns = {"labels": tokens, **columns}
         for name in LOSS_MASKS:
             if name in row:
-                columns["labels"] = np.where(row[name] != 0, columns["labels"], IGNORED)
+                columns["labels"] = np.where(row[name] != 0, columns["labels"], IGNORE_INDEX)
         kept = row.get("attention_mask", np.ones_like(tokens)) != 0
         ends = ends_of(row, kept)
         require_no_loss_after(ends[-1], kept, row)

@@ -12,10 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
-
-IGNORED = -100
-"""The label that torch's cross_entropy and transformers ignore."""
 
 KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "seq_idx")
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "packed_layout")
@@ -73,12 +71,12 @@ def check_columns(feature: Mapping[str, Any], extra: Iterable[str]) -> None:
 
 def differ(labels: NDArray[Any], tokens: NDArray[Any]) -> bool:
     """Whether a token has a label other than itself."""
-    return bool(((labels != IGNORED) & (labels != tokens)).any())
+    return bool(((labels != IGNORE_INDEX) & (labels != tokens)).any())
 
 
 def require_a_kind(labels: NDArray[Any]) -> None:
     """Raise if labels that equal their tokens may be of next tokens or of the tokens themselves."""
-    if labels[0] != IGNORED and (labels == IGNORED).any():
+    if labels[0] != IGNORE_INDEX and (labels == IGNORE_INDEX).any():
         raise ValueError(
             "next_token_labels must be given if labels do not show it, got a label at a document's "
             "first token and -100 later; pass True (causal model) or False (masked LM)."
@@ -195,7 +193,7 @@ def require_no_loss_after(
 ) -> None:
     """Raise unless all tokens past the last boundary are padding, as they would be dropped."""
     labels = row.get("labels", row["input_ids"])
-    if (kept[end:] & (labels[end:] != IGNORED)).any():
+    if (kept[end:] & (labels[end:] != IGNORE_INDEX)).any():
         raise ValueError(
             f"boundaries must cover the row's tokens, got {end} of {kept.size}; end them at the "
             "last token, or mask the tokens after it (attention_mask 0 or labels -100)."

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from flexvarlen.packing.columns import BOUNDARIES, IGNORED, LOSS_MASKS, check_row, rows_of
+from flexvarlen.layout.labels import IGNORE_INDEX
+from flexvarlen.packing.columns import BOUNDARIES, LOSS_MASKS, check_row, rows_of
 from flexvarlen.packing.pack import cut_into
 
 Columns = dict[str, NDArray[Any]]
@@ -153,7 +154,7 @@ def piece_of(columns: Columns, start: int, stop: int, next_token_labels: bool) -
         # The token that predicts the first one is in another document.
         kept = document.get("attention_mask", document["input_ids"] >= 0) != 0
         document["labels"] = document["labels"].copy()
-        document["labels"][kept.argmax()] = IGNORED
+        document["labels"][kept.argmax()] = IGNORE_INDEX
     return document
 
 
@@ -179,7 +180,7 @@ def labelled_spans(
         if name in columns:
             labelled = labelled & (columns[name] != 0)
     if "labels" in columns:
-        labelled = labelled & (columns["labels"] != IGNORED)
+        labelled = labelled & (columns["labels"] != IGNORE_INDEX)
     first = np.minimum.accumulate(np.where(kept, at, at.size)[::-1])[::-1]
     last = np.maximum.accumulate(np.where(kept & labelled, at, -1))
     return first[begins + starts], last[begins + stops - 1]

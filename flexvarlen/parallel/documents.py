@@ -14,7 +14,6 @@ from torch import Tensor
 
 from flexvarlen.attention.api import packed_attention
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel.gather_keys import gather_keys
 
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
@@ -54,26 +53,21 @@ def documents_attention(
             f"layout must be the shard of rank {here[0]} of {here[1]}, got {layout!r}; make it "
             "with sharded_layout or fv.shard_row."
         )
-    causal, window = options.get("causal", True), options.get("window")
-    why = shard.why_not(causal=causal, window=window if isinstance(window, int) else None)
-    if why is not None:
-        raise ValueError(why)
-    if shard.exchange is None:
-        return packed_attention(q, k, v, layout, **options)
-    two_sided = window is not None and not causal
+    mask = {"causal": options.get("causal", True), "window": options.get("window")}
     refused = [name for name in ("layout_k", "align", "prefix") if options.get(name) is not None]
-    if two_sided and not isinstance(window, int):
+    if isinstance(mask["window"], tuple | list):
         refused.append("window (left, right)")
-    if two_sided and options.get("return_lse"):
+    if mask["window"] is not None and not mask["causal"] and options.get("return_lse"):
         refused.append("return_lse")
     if refused:
         raise NotImplementedError(
-            f"documents_attention has no {', '.join(refused)} where a document is cut; use "
+            f"documents_attention has no {', '.join(refused)}; leave it out, or use "
             "ulysses_attention."
         )
-    if two_sided:
-        assert shard.windows is not None  # as why_not says
-        attend = partial(packed_attention, layout=shard.windows.layout, **options)
-        return shard.windows.attend(q, k, v, attend, group)
-    k, v = gather_keys(k, v, shard.exchange, group)
-    return packed_attention(q, k, v, layout, layout_k=shard.exchange.layout_k, **options)
+    why = shard.why_not(**mask)
+    if why is not None:
+        raise ValueError(why)
+    layout_q, layout_k = shard.layouts(layout, **mask)
+    attend = partial(packed_attention, layout=layout_q, layout_k=layout_k, **options)
+    out: Tensor | tuple[Tensor, Tensor] = shard.attend(q, k, v, attend, group, **mask)
+    return out

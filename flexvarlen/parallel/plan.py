@@ -83,9 +83,9 @@ def plan_row(
     """Plan which tokens of a row lie on which of P ranks.
 
     Each rank gets exactly T/P tokens, padding last, and at most P - 1 documents are cut. No rank
-    has over 5% more work than the mean, that of the linear layers counted (`LINEAR_WORK`); if
-    attention is bidirectional, both hold in most rows, and documents longer than T/P are not among
-    the P - 1. A contiguous plan is not balanced.
+    has over 5% more work than the mean, that of the linear layers counted (`LINEAR_WORK`). If
+    attention is bidirectional, documents longer than T/P are cut besides, and a few rows are less
+    even. A contiguous plan is not balanced.
 
     Args:
         lengths: tokens of each document.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexvarlen.layout.arguments import at_least
-from flexvarlen.layout.labels import LABEL_COUNTS
+from flexvarlen.layout.labels import IGNORE_INDEX, LABEL_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
@@ -36,14 +36,14 @@ def shard_row(
     method: Method = "documents",
     causal: bool = True,
     window: int | None = None,
-    ignore_index: int = -100,
 ) -> dict[str, Any]:
     """Shard a batch that holds one packed row and is replicated on every rank.
 
     Args:
         batch: `packed_layout` over T tokens, with T a multiple of P; `input_ids` and other `[1, T]`
-            columns with one value per token (`labels`, `position_ids`); and numbers. Trees, as
-            `TreeCollator` makes them, lie whole on a rank, and the ranks exchange nothing.
+            columns with one value per token (`labels`, -100 where there is none, `position_ids`);
+            and numbers. Trees, as `TreeCollator` makes them, lie whole on a rank, and the ranks
+            exchange nothing.
         group: the ranks; None: all.
         method: "documents" gives a rank whole documents, and pieces of P - 1 at most, whose keys
             the ranks exchange in attention; "contiguous" gives it the next T/P tokens instead, for
@@ -52,7 +52,6 @@ def shard_row(
         causal: False for a model with bidirectional attention, whose labels are the tokens' own.
         window: the widest sliding window of such a model; its layers see the tokens less than this
             many away. A model that gets a shard for other attention raises what to pass.
-        ignore_index: the label that the loss ignores.
 
     Returns:
         This rank's batch, for a model patched with `sequence_parallel_group=group`. Tensors are
@@ -73,7 +72,7 @@ def shard_row(
             `window` is given with causal attention.
         NotImplementedError: trees with method="ulysses".
 
-    Runs one collective. Syncs if tensors are on a device.
+    All ranks of the group call it. Syncs if tensors are on a device.
 
     >>> model = fv.patch_model(model, sequence_parallel_group=group)  # doctest: +SKIP
     >>> loss = model(**fv.shard_row(batch, group)).loss  # doctest: +SKIP
@@ -84,7 +83,7 @@ def shard_row(
             "group must be one that this process is in, got one of other ranks; pass its own, "
             "mesh.get_group(name) of a DeviceMesh."
         )
-    options = {"method": method, "causal": causal, "window": window, "ignore_index": ignore_index}
+    options = {"method": method, "causal": causal, "window": window}
     _require_one_row(batch, options, _why_no_row(batch, size), group)
     return shard_batch(batch, dist.get_rank(group), size, **options)  # type: ignore[arg-type]
 
@@ -97,12 +96,11 @@ def shard_batch(
     method: Method = "documents",
     causal: bool = True,
     window: int | None = None,
-    ignore_index: int = -100,
 ) -> dict[str, Any]:
     """`shard_row` without communication, for collators and their workers.
 
     Args:
-        batch, method, causal, window, ignore_index: as in `shard_row`.
+        batch, method, causal, window: as in `shard_row`.
         rank: of the shard.
         ranks: that share the row, P.
 
@@ -131,7 +129,7 @@ def shard_batch(
         here, own = _own_documents(
             layout, rank, ranks, contiguous=contiguous, causal=causal, window=window
         )
-    row = _completed(batch, ignore_index, causal=causal)
+    row = _completed(batch, causal=causal)
     shard = {name: x if _is_whole(x) else x[:, here.to(x.device)] for name, x in row.items()}
     return shard | {"packed_layout": own}
 
@@ -154,34 +152,34 @@ def _has_trees(batch: Mapping[str, Any]) -> bool:
     return batch["packed_layout"].segments is not None or LABEL_COUNTS in batch
 
 
-def _completed(batch: Mapping[str, Any], ignore_index: int, *, causal: bool) -> dict[str, Any]:
+def _completed(batch: Mapping[str, Any], *, causal: bool) -> dict[str, Any]:
     """The row with what its ranks could not make: positions, next labels, the number of labels."""
     layout: PackedLayout = batch["packed_layout"]
     row = dict(batch)
     counts: Tensor | None = None
     if _has_trees(batch):  # whose positions the model makes
         if LABEL_COUNTS in batch and "shift_labels" in batch:
-            counts = batch[LABEL_COUNTS] * (batch["shift_labels"] != ignore_index)
+            counts = batch[LABEL_COUNTS] * (batch["shift_labels"] != IGNORE_INDEX)
     else:
         in_document = layout.position_ids() * layout.real_tokens()
         row.setdefault("position_ids", in_document[None])
         if "labels" in batch and causal:
-            row["shift_labels"] = _next_labels(batch, ignore_index)
+            row["shift_labels"] = _next_labels(batch)
         if "labels" in batch:
-            counts = row["shift_labels" if causal else "labels"] != ignore_index
+            counts = row["shift_labels" if causal else "labels"] != IGNORE_INDEX
     if counts is not None:
         row.setdefault("num_items_in_batch", counts.sum())
     return row
 
 
-def _next_labels(batch: Mapping[str, Any], ignore_index: int) -> Tensor:
+def _next_labels(batch: Mapping[str, Any]) -> Tensor:
     """`[1, T]`: the label of each token's next token, masked where its document has none."""
     layout: PackedLayout = batch["packed_layout"]
     given = batch.get("shift_labels")
     shifted: Tensor = batch["labels"][0].roll(-1) if given is None else given[0]
     # The row's first token starts a document or is padding, so roll also masks the last label.
     in_no_loss = ((layout.position_ids() == 0) | ~layout.real_tokens()).roll(-1)
-    shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)
+    shifted = shifted.masked_fill(in_no_loss.to(shifted.device), IGNORE_INDEX)
     return shifted[None]
 
 

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.parallel.gather_keys import gather_keys
 from flexvarlen.parallel.key_exchange import KeyExchange
 from flexvarlen.parallel.pieces import Pieces
 from flexvarlen.parallel.window_exchange import WindowExchange
+
+if TYPE_CHECKING:  # not available in a torch built without distributed
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,48 @@ class RowShard:
             f"the layout of a shard must be made for attention with {wanted}, got {got}; call "
             f"fv.shard_row(batch, group, {wanted})."
         )
+
+    def layouts(
+        self, layout: PackedLayout, *, causal: bool, window: object
+    ) -> tuple[PackedLayout, PackedLayout | None]:
+        """Of the queries and of the keys (None: the same) that `attend` calls its function with.
+
+        Args:
+            layout: this shard's.
+            causal, window: the mask of the layer.
+        """
+        if self.exchange is None:
+            return layout, None
+        if window is None or causal:
+            return layout, self.exchange.layout_k
+        assert self.windows is not None  # as why_not says
+        return self.windows.layout, None
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Any],
+        group: ProcessGroup | None,
+        *,
+        causal: bool,
+        window: object,
+    ) -> Any:
+        """What `attend` returns of a layer, with the keys that other ranks have.
+
+        Args:
+            q, k, v: `[C, H, D]` and `[C, Hkv, D]`, of the rank's own tokens.
+            attend: q, k, v of `layouts` -> the output.
+            group: the ranks; None: all.
+            causal, window: the mask of the layer.
+        """
+        if self.exchange is None:
+            return attend(q, k, v)
+        if window is None or causal:
+            return attend(q, *gather_keys(k, v, self.exchange, group))
+        assert self.windows is not None  # as why_not says
+        return self.windows.attend(q, k, v, attend, group)
 
 
 def sharded_layout(

@@ -18,7 +18,6 @@ from flexvarlen.attention.call import AttentionCall, Backend, is_past_int32
 from flexvarlen.attention.choose import choose
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
-from flexvarlen.parallel.gather_keys import gather_keys
 from flexvarlen.parallel.ulysses import attend_sharded
 from flexvarlen.patches.attention.backend_choice import chosen_for, refusal_of_layers
 from flexvarlen.patches.models.layers import LayerKind
@@ -28,8 +27,6 @@ from flexvarlen.recurrent.documents import RecurrentDocuments
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from flexvarlen.parallel.key_exchange import KeyExchange
-    from flexvarlen.parallel.window_exchange import WindowExchange
     from flexvarlen.patches.batch.padded_batch import PaddedBatch
 
 
@@ -145,11 +142,6 @@ class PackedForward:
         size = dist.get_world_size(self.group) if self.exchanges_heads else 1
         return self.layout.total_tokens // size
 
-    @property
-    def exchange(self) -> KeyExchange | None:
-        """How the ranks exchange keys of cut documents; None if none is cut."""
-        return None if self.layout.shard is None else self.layout.shard.exchange
-
     def _on_this_rank(self, kind: LayerKind) -> LayerKind:
         """The kind with the heads that this rank attends with."""
         return kind.per_rank(dist.get_world_size(self.group)) if self.exchanges_heads else kind
@@ -209,12 +201,13 @@ class PackedForward:
             refuse_forward_mode(route.backend.name, q, k, v, sinks)
         if self.exchanges_heads:
             return attend_sharded(q, k, v, sinks, route.attend, self.group)
-        windows = self._windows_of(kind)
-        if windows is not None:
-            return windows.attend(q, k, v, partial(route.attend, sinks=sinks), self.group)
-        if self.exchange is not None:
-            k, v = gather_keys(k, v, self.exchange, self.group)
-        return route.attend(q, k, v, sinks)
+        attend, shard = partial(route.attend, sinks=sinks), self.layout.shard
+        if shard is None:
+            return attend(q, k, v)
+        out: Tensor = shard.attend(
+            q, k, v, attend, self.group, causal=kind.causal, window=kind.window
+        )
+        return out
 
     def route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
         """The route of a kind of layer; kinds with equal masks share a plan.
@@ -235,7 +228,9 @@ class PackedForward:
         return made
 
     def _make_route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
-        layout, layout_k = self._layouts_of(kind)
+        layout, layout_k, shard = self.layout, None, self.layout.shard
+        if shard is not None:
+            layout, layout_k = shard.layouts(layout, causal=kind.causal, window=kind.window)
         call = kind.call(
             layout.device,
             dtype,
@@ -253,19 +248,6 @@ class PackedForward:
                 return Route(backend, call, other.mask, other.plan)
         plan = backend.plan(mask, batch_invariant=self.batch_invariant)
         return Route(backend, call, mask, plan)
-
-    def _windows_of(self, kind: LayerKind) -> WindowExchange | None:
-        """What the ranks exchange in layers whose window is to both sides; None in others."""
-        shard = self.layout.shard
-        two_sided = kind.window is not None and not kind.causal
-        return shard.windows if shard is not None and two_sided else None
-
-    def _layouts_of(self, kind: LayerKind) -> tuple[PackedLayout, PackedLayout | None]:
-        """Of the queries, and of the keys if these are others."""
-        windows = self._windows_of(kind)
-        if windows is not None:
-            return windows.layout, None
-        return self.layout, None if self.exchange is None else self.exchange.layout_k
 
     def _backend_for(self, kind: LayerKind, call: AttentionCall, mask: DocumentMask) -> Backend:
         asked = chosen_for(self.backend, kind.layer_type)

@@ -83,7 +83,7 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
             'neighbours; leave it out, or call fv.shard_row(..., method="ulysses").'
         )
     _check_attention(layout, forward.parts)
-    _check_pooling(layout, forward)
+    _check_pooling(forward)
     for name in ("position_ids", "labels", "shift_labels", LABEL_COUNTS, SAMPLE_COUNTS):
         given = inputs.get(name)
         if given is not None and given.shape != (1, row_tokens):
@@ -119,15 +119,14 @@ def _set_positions(layout: PackedLayout, forward: ForwardInputs) -> None:
     )
 
 
-def _check_pooling(layout: PackedLayout, forward: ForwardInputs) -> None:
-    """Raise where documents are pooled, unless each lies whole on a rank."""
+def _check_pooling(forward: ForwardInputs) -> None:
+    """Raise where documents are pooled."""
     module, head = forward.module, forward.parts.head
-    pools = head in (*PER_DOCUMENT, *PER_ROW) or module._modules.get("pooler") is not None
-    if pools and (layout.shard is None or layout.shard.exchange is not None):
+    if head in (*PER_DOCUMENT, *PER_ROW) or module._modules.get("pooler") is not None:
         raise NotImplementedError(
-            f"{type(module).__name__} pools documents, of which one of this row is cut over the "
-            "ranks; pass rows in which none is, or call the base model (of BERT with "
-            "add_pooling_layer=False), and pool what you gather of all ranks."
+            f"{type(module).__name__} pools documents, which may be cut over the ranks; give each "
+            "rank rows of its own, or call the base model (of BERT with add_pooling_layer=False), "
+            "and pool what you gather of all ranks."
         )
 
 

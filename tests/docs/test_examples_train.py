@@ -230,6 +230,12 @@ def test_data_without_a_file_is_refused(folder, one_process):
             one_process("empty", data=folder / data, out=folder / "nothing")
 
 
+def test_other_rows_on_another_process_are_refused(folder, one_process, monkeypatch):
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: [*rows, 0])
+    with pytest.raises(typer.BadParameter, match="data and model must be the same files for all"):
+        one_process("mixed", out=folder / "mixed")
+
+
 def test_chats_are_trained_on_in_the_models_template(folder, one_process):
     """And JSON lines of anything else are refused, not trained on as they stand."""
     shutil.copytree(folder / "tiny", folder / "chatty")

@@ -158,7 +158,7 @@ MUTATIONS = (
     Mutation(
         "packing: labels at first tokens count",
         "flexvarlen/packing/collator.py",
-        """each["labels"][0] = IGNORED""",
+        """each["labels"][0] = IGNORE_INDEX""",
         "pass",
         "tests/packing/test_collator.py",
     ),

@@ -319,8 +319,8 @@ def rounded_once(group: Any) -> torch.Tensor:
 
 REFUSED = {
     "whole row": "layout must be the shard of rank",
-    "prefix": "documents_attention has no prefix where a document is cut",
-    "window of two sides": "documents_attention has no window (left, right) where a document",
+    "prefix": "documents_attention has no prefix; leave it out",
+    "window of two sides": "documents_attention has no window (left, right); leave it out",
     "other mask": "the layout of a shard must be made for attention with causal=False, got",
     "encoder": "the layout of a shard must be made for attention with causal=False, got",
     "encoder's windows": "the layout of a shard must be made for attention with causal=False, w",

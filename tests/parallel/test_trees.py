@@ -31,6 +31,11 @@ def row_of(trees, total_tokens):
     return {"input_ids": torch.arange(total_tokens)[None], "packed_layout": layout}
 
 
+def test_a_rank_without_a_tree_says_so():
+    shard = shard_batch(row_of([[3, 1]], 8), 1, 2)["packed_layout"]
+    assert repr(shard).startswith("PackedLayout(0 trees of 0 segments, shard=1 of 2, ")
+
+
 @settings(max_examples=50)
 @given(TREES, st.integers(1, 5), st.integers(0, 7))
 @example([[3, 2, 2, 1]], 4, 0)  # ranks without a tree

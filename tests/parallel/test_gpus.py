@@ -1,0 +1,105 @@
+"""Rows over two and four GPUs by NCCL: as accurate as on one, and the same in a compiled model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flexvarlen as fv
+from tests.parallel.documents_ranks import Model, batch_of
+from tests.two_processes import start
+
+KINDS = ("llama", "modernbert", "qwen3_5_text", "kimi_linear", "bamba", "lfm2")
+LENGTHS, OTHER = (40, 60, 19), (70, 30, 19)  # each cut on two ranks, and on four
+ON_GPU = torch.cuda.is_available()  # else a try with gloo
+GPUS = 4 if not ON_GPU or torch.cuda.device_count() >= 4 else 2
+
+
+def step(model, called, batch):
+    """Loss and gradients, on the CPU."""
+    model.zero_grad()
+    out = called(**batch)
+    out.loss.backward()
+    found = {name: x.grad for name, x in model.named_parameters()}
+    return {name: x.float().cpu() for name, x in (found | {"loss": out.loss.detach()}).items()}
+
+
+def train(rank: int, port: int, folder: str) -> None:
+    """Each model on the row alone, and on shards of it; groups are all GPUs, then pairs."""
+    device = torch.device("cuda" if ON_GPU else "cpu", rank if ON_GPU else None)
+    if ON_GPU:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if ON_GPU else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=GPUS,
+        device_id=device if ON_GPU and folder.endswith("eager") else None,
+    )
+    torch.set_float32_matmul_precision("high")  # else fla's kernels are not taken
+    made = {}
+    for ranks in dict.fromkeys((GPUS, 2)):
+        group, _ = dist.new_subgroups(ranks) if ranks < GPUS else (dist.group.WORLD, None)
+        for kind in KINDS:
+            model = Model(kind, kind, ranks, "", checkpointing=kind != "modernbert")
+            model = model.new(sequence_parallel_group=group).to(device)
+            batch = {name: x.to(device) for name, x in batch_of(LENGTHS).items()}
+            shard = fv.shard_row(batch, group, **fv.shard_options(model))
+            shared = step(model, model, shard)
+            with fv.patched(model, "sdpa"):
+                made[kind, ranks] = {"shared": shared, "alone": step(model, model, batch)}
+    made["captured"] = captured(device)
+    torch.save(made, Path(folder) / f"{rank}.pt")
+
+
+def captured(device):
+    """Losses of a model compiled for CUDA graphs, and of the same in eager mode, of two rows."""
+    model = Model("", "llama", GPUS, "").new(sequence_parallel_group=dist.group.WORLD).to(device)
+    called = torch.compile(model, mode="reduce-overhead" if ON_GPU else "default")
+    losses = []
+    for lengths in (LENGTHS, OTHER, LENGTHS, OTHER, OTHER, LENGTHS):
+        batch = {name: x.to(device) for name, x in batch_of(lengths).items()}
+        shard = fv.shard_row(batch, dist.group.WORLD)
+        found = (step(model, each, shard) for each in (called, model))
+        losses.append([torch.stack([x.norm() for x in each.values()]) for each in found])
+    return losses
+
+
+@pytest.fixture(scope="module", params=["eager", "lazy"])
+def made(request, tmp_path_factory):
+    """With communicators that NCCL makes at once, or at their first use."""
+    folder = tmp_path_factory.mktemp("gpus") / request.param
+    folder.mkdir()
+    start(train, folder, GPUS)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(GPUS)]
+
+
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.gpu
+@several
+@pytest.mark.parametrize("ranks", sorted({2, GPUS}))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_over_gpus(kind, ranks, made):
+    """Errors against float64 at most three times those of one GPU on the whole row."""
+    model = fv.patch_model(Model(kind, kind, 1, "").new().double(), "sdpa")
+    exact = {name: x.double() for name, x in step(model, model, batch_of(LENGTHS)).items()}
+    for first in range(0, GPUS, ranks):
+        group = made[first : first + ranks]
+        for name, x in exact.items():
+            alone = group[0][kind, ranks]["alone"][name]
+            together = sum(share[kind, ranks]["shared"][name] for share in group)
+            errors = [float((y - x).norm() / x.norm().clamp(min=1e-6)) for y in (together, alone)]
+            assert errors[0] <= 3 * errors[1] + 1e-5, (name, errors)
+
+
+@pytest.mark.gpu
+@several
+def test_no_exchange_is_replayed_with_the_tables_of_another_row(made):
+    for share in made:
+        for compiled, eager in share["captured"]:
+            torch.testing.assert_close(compiled, eager, rtol=1e-2, atol=1e-4)
