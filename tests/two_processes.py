@@ -17,17 +17,22 @@ import torch.multiprocessing
 WORLD = 2
 
 
-def start(run: Callable[[int, int, str], None], folder: Path, world: int = WORLD) -> None:
+def start(
+    run: Callable[[int, int, str], None],
+    folder: Path,
+    world: int = WORLD,
+    method: str = "forkserver",
+) -> None:
     """`run(rank, port, folder)` in each process; returns when all have ended.
 
-    `run` must not destroy the process group.
+    `run` must not destroy the process group. On GPUs the method is "spawn", as CUDA has no forks.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     multiprocessing.set_forkserver_preload([run.__module__])  # imported once for all
     torch.multiprocessing.start_processes(
-        _run_and_leave, args=(port, str(folder), run), nprocs=world, start_method="forkserver"
+        _run_and_leave, args=(port, str(folder), run), nprocs=world, start_method=method
     )
 
 

@@ -186,7 +186,7 @@ def test_ranks_that_answer_otherwise_are_wrong(name):
 
     right = row_attention._results(attend, inputs)
     reasons = [
-        row_attention.compare(inputs, lengths, right, found, ranks=1)[1]
+        row_attention.compare(inputs, lengths, right, found, kv_head=0)[1]
         for found in (
             right,
             replace(right, **{name: right.named()[name].roll(1, 0)}),

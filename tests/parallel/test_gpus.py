@@ -73,7 +73,7 @@ def made(request, tmp_path_factory):
     """With communicators that NCCL makes at once, or at their first use."""
     folder = tmp_path_factory.mktemp("gpus") / request.param
     folder.mkdir()
-    start(train, folder, GPUS)
+    start(train, folder, GPUS, "spawn")
     return [torch.load(folder / f"{rank}.pt") for rank in range(GPUS)]
 
 

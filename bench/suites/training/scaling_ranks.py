@@ -15,6 +15,7 @@ Each measurement is a launch of torchrun with one of `ranks_child`'s functions o
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -254,8 +255,8 @@ def launch(case: RanksCase, variant: str, device: torch.device) -> Finding:
 
 def _error_of(stderr: str) -> str:
     """The first error that a rank printed: torchrun's own come after it."""
-    errors = [line for line in stderr.splitlines() if "Error" in line and "Traceback" not in line]
-    return next(iter(errors), "the ranks ended without a finding")
+    error = re.search(r"^(?:\[rank\d+\]: )?[\w.]*Error: .*", stderr, re.MULTILINE)
+    return "the ranks ended without a finding" if error is None else error[0]
 
 
 SUITE = ScalingRanks()
