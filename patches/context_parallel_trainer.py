@@ -14,6 +14,7 @@ Shapes: P = ranks of a group, T = tokens of a row.
 from __future__ import annotations
 
 import copy
+import zlib
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
@@ -38,8 +40,8 @@ def share_rows(trainer: Trainer, backend: BackendChoice, ranks: int) -> None:
     """Make groups of `ranks` processes of a trainer share each packed row.
 
     Raises:
-        ValueError: a setting of the trainer does not work with shards of rows.
-        NotImplementedError: a trainer of padded batches, or a model that cannot be sharded.
+        ValueError: the trainer makes padded batches, or has a setting that needs whole rows.
+        NotImplementedError: the model cannot be sharded.
     """
     why = why_not_shared(trainer, ranks)
     if why is not None:
@@ -88,7 +90,7 @@ class SharedRows(Trainer):  # type: ignore[misc]
         refuse_dispatching(accelerator, loader)
         rank, of_group = dist.get_rank(self.group), accelerator.process_index // ranks
         pad_token_id = getattr(self.processing_class, "pad_token_id", None) or 0
-        loader = copy.copy(loader)  # which may be prepared again
+        loader = copy.copy(loader)  # the caller may prepare the same loader again
         options = patch.parts.shard_options()
         loader.collate_fn = ShardCollator(loader.collate_fn, rank, ranks, pad_token_id, options)
         seed_worker = loader.worker_init_fn
@@ -114,8 +116,7 @@ class SharedRows(Trainer):  # type: ignore[misc]
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The batches of an optimizer step, which the ranks of the group compare."""
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
-        if batches:
-            self.compare_rows(batches)
+        self.compare_rows(batches)
         return batches, num_items_in_batch
 
     def compare_rows(self, batches: list[dict[str, Any]]) -> None:
@@ -125,10 +126,10 @@ class SharedRows(Trainer):  # type: ignore[misc]
                 "batches must come from a loader that trainer.accelerator.prepare returned, got "
                 "others; return such a one from get_train_dataloader and get_eval_dataloader."
             )
-        mine = torch.stack([batch.pop(CHECKSUM) for batch in batches])
-        largest = torch.stack([mine, -mine])
+        mine = zlib.crc32(repr([batch.pop(CHECKSUM) for batch in batches]).encode())
+        largest = torch.tensor([mine, -mine], device=self.accelerator.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        if largest.sum(0).any():
+        if largest.sum() != 0:
             raise ValueError(
                 "the processes of a group must load the same row, got different ones; draw what is "
                 "random in the dataset, its sampler or the collator from the same seed in each."
@@ -138,7 +139,8 @@ class SharedRows(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """A step on this rank's shard; the mean of the ranks' losses is the loss."""
-        wrapped = model is not self.model or isinstance(model, FullyShardedDataParallel)
+        inner = getattr(model, "_orig_mod", model)  # of a compiled model
+        wrapped = isinstance(inner, DistributedDataParallel | FullyShardedDataParallel)
         if not (wrapped or any(isinstance(x, DTensor) for x in model.parameters())):  # FSDP2
             raise ValueError(
                 "train() must come before evaluate(), got a model that accelerate prepared for "
@@ -243,8 +245,8 @@ def why_not_shared(trainer: Any, ranks: int) -> str | None:
     if is_padded(trainer):
         return (
             "context_parallel shares packed rows, got batches that are padded; use Trainer with "
-            "PackedCollator or DataCollatorWithFlattening, or SFTTrainer with packing=True or "
-            "padding_free=True."
+            "PackedCollator or DataCollatorWithFlattening, or SFTTrainer with padding_free=True or "
+            'packing=True, packing_strategy="bfd".'
         )
     return None
 

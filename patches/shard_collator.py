@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flexvarlen.layout.labels import LABEL_COUNTS
+from flexvarlen.layout.labels import IGNORE_INDEX, LABEL_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.parallel.shard import checksum, shard_batch
@@ -47,7 +46,7 @@ class ShardCollator:
         return getattr(self.collate, "data_collator", self.collate)
 
     def __call__(self, features: Any) -> dict[str, Any]:
-        """The shard, and the checksum of the row, int64 `[]`.
+        """The shard, and the checksum of the row, an int.
 
         Raises:
             ValueError: the batch is not one packed row with labels.
@@ -56,7 +55,7 @@ class ShardCollator:
         row = self.packed_row(self.collate(features))
         found = checksum(row["input_ids"], row["labels"], row["packed_layout"].cu_seqlens)
         shard = shard_batch(row, self.rank, self.ranks, **self.options)
-        return shard | {CHECKSUM: torch.tensor(found)}
+        return shard | {CHECKSUM: found}
 
     def packed_row(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch as one row with a layout; each rank gets what a convolution needs at least."""
@@ -84,9 +83,9 @@ def padded_row(batch: dict[str, Any], total_tokens: int, pad_token_id: int) -> d
     """A packed row with padding up to `total_tokens`."""
     layout: PackedLayout = batch["packed_layout"]
     more = total_tokens - layout.total_tokens
-    if more == 0 or layout.padding is not None:  # inside the row: of another collator
+    if more == 0 or layout.padding is not None:  # runs inside the row, which a new layout loses
         return batch
-    fills = {"input_ids": pad_token_id, "labels": -100, "shift_labels": -100}
+    fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
     columns = {
         name: pad(x, (0, more), value=fills.get(name, 0))
         for name, x in batch.items()

@@ -24,8 +24,6 @@ def unpredicted_tokens(layout: PackedLayout) -> Tensor:
 
     No token of their document predicts these, so their labels do not count.
     """
-    if layout.shard is not None:  # where a piece begins its document need not
-        return (layout.position_ids() == 0) | ~layout.real_tokens()
     flags = torch.zeros(layout.total_tokens + 1, dtype=torch.bool, device=layout.device)
     return flags.index_fill(0, layout.cu_seqlens.long(), True)[:-1] | ~layout.real_tokens()
 

@@ -92,15 +92,13 @@ def document_logprobs(
     >>> found.sums, found.counts
     (tensor([-1.3863,  0.0000]), tensor([2, 0]))
     """
-    x_TH = flat_tokens(x, layout)
+    x_TH, cu_seqlens = flat_tokens(x, layout), document_boundaries(layout)
     require_labels("labels", labels, layout.total_tokens, layout.device)
     labels_T = labels.reshape(-1).masked_fill(unpredicted_tokens(layout), IGNORE_INDEX)
     next_T = labels_T.roll(-1)  # the row's first label, ignored, comes last
     found = _by_chunk(x_TH, next_T, head, chunk_tokens, entropy=entropy)
     # From the position that predicts to the token that it predicts.
     per_token, *rest = (each.roll(1) for each in found)
-
-    cu_seqlens = document_boundaries(layout)
     sums = sum_documents(per_token, cu_seqlens)
     counts = sum_documents((labels_T != IGNORE_INDEX).double(), cu_seqlens).long()
     means = sums / counts.clamp(min=1)

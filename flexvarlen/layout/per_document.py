@@ -98,8 +98,8 @@ def document_boundaries(layout: PackedLayout) -> Tensor:
     A compiled or captured graph may run for other documents, so it keeps all slots.
 
     Raises:
-        NotImplementedError: documents are trees, of which no one token is the last, or cut over
-            ranks.
+        NotImplementedError: documents are trees, of which no one token is the last, or those of a
+            shard.
     """
     _require_whole_documents(layout)
     if layout.segments is not None:

@@ -35,7 +35,9 @@ def documents_attention(
         k, v: `[T/P, Hkv, D]`.
         layout: of this rank's pieces, as `shard_row` or `sharded_layout` makes it.
         group: the ranks; None: all.
-        options: as in `packed_attention`, except `layout_k`, `align` and `prefix`.
+        options: as in `packed_attention`, except `layout_k`, `align`, `prefix`, `batch_invariant`
+            and a window `(left, right)`; without `causal` no `chunk`, and with a window no
+            `return_lse`.
 
     Returns:
         As `packed_attention`, of this rank's tokens. Differentiable. The gradient of a replicated
@@ -45,7 +47,7 @@ def documents_attention(
 
     Raises:
         ValueError: the layout is no shard of this group, or one for another kind of attention.
-        NotImplementedError: an option is given that pieces of documents cannot have.
+        NotImplementedError: one of these options.
     """
     shard, here = layout.shard, (dist.get_rank(group), dist.get_world_size(group))
     if shard is None or (shard.rank, shard.ranks) != here:
@@ -54,15 +56,15 @@ def documents_attention(
             "with sharded_layout or fv.shard_row."
         )
     mask = {"causal": options.get("causal", True), "window": options.get("window")}
-    refused = [name for name in ("layout_k", "align", "prefix") if options.get(name) is not None]
-    if isinstance(mask["window"], tuple | list):
-        refused.append("window (left, right)")
-    if mask["window"] is not None and not mask["causal"] and options.get("return_lse"):
-        refused.append("return_lse")
+    refused = ["layout_k", "align", "prefix", "batch_invariant"]
+    refused += [] if mask["causal"] else ["chunk"]
+    refused += ["return_lse"] if mask["window"] is not None and not mask["causal"] else []
+    refused = [name for name in refused if options.get(name) not in (None, False)]
+    refused += ["window (left, right)"] if isinstance(mask["window"], tuple | list) else []
     if refused:
         raise NotImplementedError(
-            f"documents_attention has no {', '.join(refused)}; leave it out, or use "
-            "ulysses_attention."
+            f"documents_attention has no {', '.join(refused)}; leave it out, or attend to whole "
+            "rows on each rank."
         )
     why = shard.why_not(**mask)
     if why is not None:

@@ -84,7 +84,7 @@ def shard_row(
             "mesh.get_group(name) of a DeviceMesh."
         )
     options = {"method": method, "causal": causal, "window": window}
-    _require_one_row(batch, options, _why_no_row(batch, size), group)
+    _require_same_row(batch, options, _why_no_row(batch, size), group)
     return shard_batch(batch, dist.get_rank(group), size, **options)  # type: ignore[arg-type]
 
 
@@ -110,6 +110,11 @@ def shard_batch(
     Raises:
         ValueError, NotImplementedError: as `shard_row`; but nothing compares the ranks' rows.
     """
+    if not 0 <= rank < ranks:
+        raise ValueError(
+            f"rank must be that of one of the {ranks} ranks that share the row, got {rank}; pass "
+            "dist.get_rank(group) of a group that this process is in."
+        )
     refusal = _why_no_row(batch, ranks)
     if refusal is not None:
         raise ValueError(refusal)
@@ -130,7 +135,7 @@ def shard_batch(
             layout, rank, ranks, contiguous=contiguous, causal=causal, window=window
         )
     row = _completed(batch, causal=causal)
-    shard = {name: x if _is_whole(x) else x[:, here.to(x.device)] for name, x in row.items()}
+    shard = {name: x if _is_replicated(x) else x[:, here.to(x.device)] for name, x in row.items()}
     return shard | {"packed_layout": own}
 
 
@@ -148,12 +153,12 @@ def _check_options(method: str, *, causal: bool, window: int | None) -> None:
 
 
 def _has_trees(batch: Mapping[str, Any]) -> bool:
-    """Also where samples happen to share nothing, so that it does not depend on the batch."""
+    """Whether `TreeCollator` made the batch; also where no samples of it share a prefix."""
     return batch["packed_layout"].segments is not None or LABEL_COUNTS in batch
 
 
 def _completed(batch: Mapping[str, Any], *, causal: bool) -> dict[str, Any]:
-    """The row with what its ranks could not make: positions, next labels, the number of labels."""
+    """The row with what only the whole row tells: positions, next labels, their number."""
     layout: PackedLayout = batch["packed_layout"]
     row = dict(batch)
     counts: Tensor | None = None
@@ -219,13 +224,11 @@ def _documents_of(layout: PackedLayout) -> list[tuple[int, int]]:
     """The first token of each document that has tokens, and one past its last."""
     boundaries = layout.cu_seqlens_host
     starts = (layout.cu_seqlens if boundaries is None else boundaries).tolist()
-    is_padding = [False] * (layout.total_tokens + 1)
-    if layout.padding is not None:
-        is_padding[: layout.total_tokens] = layout.padding.tolist()
-    return [pair for pair in pairwise(starts) if pair[0] < pair[1] and not is_padding[pair[0]]]
+    padding = [False] * layout.total_tokens if layout.padding is None else layout.padding.tolist()
+    return [(a, b) for a, b in pairwise(starts) if a < b and not padding[a]]
 
 
-def _is_whole(x: Any) -> bool:
+def _is_replicated(x: Any) -> bool:
     """Return whether every rank gets the value unchanged: the layout, or a number."""
     return isinstance(x, (PackedLayout, int, float)) or (isinstance(x, Tensor) and x.ndim == 0)
 
@@ -245,7 +248,7 @@ def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
             "such a total_tokens to PackedCollator or PackedLayout.from_lengths."
         )
     for name, x in batch.items():
-        if not _is_whole(x) and not (isinstance(x, Tensor) and x.shape == (1, tokens)):
+        if not _is_replicated(x) and not (isinstance(x, Tensor) and x.shape == (1, tokens)):
             shape: Sequence[int] | str = (
                 list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             )
@@ -253,7 +256,7 @@ def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
     return None
 
 
-def _require_one_row(
+def _require_same_row(
     batch: Mapping[str, Any],
     options: dict[str, Any],
     refusal: str | None,
@@ -263,7 +266,7 @@ def _require_one_row(
 
     A rank whose batch is refused still takes part in the collective, so the others do not hang.
     """
-    mine: Any = refusal
+    mine = refusal
     if refusal is None:
         layout = batch["packed_layout"]
         numbers = {name: x for name, x in batch.items() if isinstance(x, int | float)}
@@ -271,12 +274,13 @@ def _require_one_row(
         tensors |= {"document_ids": layout.document_ids(), "real_tokens": layout.real_tokens()}
         if layout.segments is not None:
             tensors["segments"] = layout.segments.table
-        mine = numbers | {name: checksum(x) for name, x in tensors.items()}
+        mine = repr(numbers | {name: checksum(x) for name, x in tensors.items()})
     others: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(others, (options, mine), group=group)
+    dist.all_gather_object(others, (refusal, options, mine), group=group)
+    refusal = next((theirs for theirs, *_ in others if theirs is not None), None)
     if refusal is not None:
         raise ValueError(refusal)
-    for rank, (their_options, theirs) in enumerate(others):
+    for rank, (_, their_options, theirs) in enumerate(others):
         if their_options != options:
             raise ValueError(
                 f"the options must be the same on every rank of the group, {options}, got "

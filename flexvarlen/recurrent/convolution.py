@@ -33,15 +33,15 @@ def causal_convolution(
     Forward and backward are deterministic. No sync; traces.
 
     Raises:
-        NotImplementedError: the documents lie on several ranks, and W is more than 4.
+        NotImplementedError: the row is spread over ranks, and W is more than 4.
     """
-    if documents.hops is None:
-        return _convolution(x_TC, weight, bias, silu, documents)
-    if weight.shape[1] > WIDEST_CONVOLUTION:
+    if documents.over_ranks and weight.shape[1] > WIDEST_CONVOLUTION:
         raise NotImplementedError(
             f"a convolution over ranks must have a width of at most {WIDEST_CONVOLUTION}, got "
             f"{weight.shape[1]}; give each rank rows of its own."
         )
+    if documents.hops is None:
+        return _convolution(x_TC, weight, bias, silu, documents)
     x_TC = prepend_tokens(x_TC, documents.hops, documents.group)
     return _convolution(x_TC, weight, bias, silu, documents)[REACH:]
 

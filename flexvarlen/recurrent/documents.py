@@ -60,7 +60,8 @@ class RecurrentDocuments:
     Attributes:
         layout: the documents.
         branches: of trees; None of plain documents.
-        hops: `RowShard.hops`, if a document of the row lies on several ranks; else None.
+        over_ranks: whether a document of such a row may lie on several ranks.
+        hops: `RowShard.hops`, if one of this row does; else None.
         group: the name of the ranks' group, of a shard.
         previous: int32 `[T]`, the token before each in its document, or on its path; -1 if none.
             With hops `[REACH + T]`, of the last tokens of the rank before too.
@@ -99,7 +100,13 @@ class RecurrentDocuments:
         self.previous = torch.where(tokens == starts[slots], first, tokens - 1)
         shard = layout.shard
         self.hops, self.group = None, group
-        if shard is not None and shard.exchange is not None and shard.hops is not None:
+        self.over_ranks = shard is not None and shard.hops is not None and segments is None
+        if self.over_ranks and total_tokens < REACH:
+            raise ValueError(
+                f"each rank must have at least the {REACH} tokens that a convolution reaches back, "
+                f"got {total_tokens}; pack longer rows, or use fewer ranks."
+            )
+        if shard is not None and shard.hops is not None and shard.exchange is not None:
             self.hops = shard.hops
             self.previous = _with_tokens_before(self.previous, shard.starts[0])
         self.branches = None if segments is None else Branches.of(segments, total_tokens)
@@ -148,11 +155,6 @@ def _with_tokens_before(previous: Tensor, position: Tensor) -> Tensor:
     Args:
         position: of the rank's first token in its document.
     """
-    if len(previous) < REACH:
-        raise ValueError(
-            f"each rank must have at least the {REACH} tokens that a convolution reaches back, got "
-            f"{len(previous)}; pack longer rows, or use fewer ranks."
-        )
     tokens = torch.arange(REACH + 1, device=previous.device, dtype=torch.int32)
     firsts = torch.where(REACH + 1 - tokens <= position, tokens - 1, -1)
     others = torch.where(previous[1:] < 0, -1, previous[1:] + REACH)

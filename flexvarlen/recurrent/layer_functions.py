@@ -224,7 +224,7 @@ def _loop_over_documents(
     the rank before from the state there, after all others. Syncs for trees, and where only the
     device knows the documents. Warns once of the cost, and says why.
     """
-    if documents.hops is not None and like.is_cuda:
+    if documents.over_ranks and like.is_cuda:
         raise NotImplementedError(
             "recurrent layers over ranks need fla's kernels on a GPU, as ranks that run different "
             f"ones would wait for each other, got none: {why}; give each rank rows of its own."

@@ -256,12 +256,14 @@ def states_of(walk, docs, mailbox):
 
 
 def test_a_convolution_of_a_short_rank():
-    with pytest.raises(ValueError, match="at least the 3 tokens that a convolution reaches back"):
-        shards((8,), 4, 8)
+    for lengths in ((8,), (2, 2, 2, 2)):  # also where none is cut, so that no row raises alone
+        with pytest.raises(ValueError, match="at least the 3 tokens that a convolution reaches ba"):
+            shards(lengths, 4, 8)
 
 
-def test_a_wide_convolution(mailbox):
-    docs, _ = shards((8,), 2, 8)
+@pytest.mark.parametrize("lengths", [(8,), (4, 4)])
+def test_a_wide_convolution(lengths, mailbox):
+    docs, _ = shards(lengths, 2, 8)
     x, weight = randn(1, 4, 6), randn(6, 5)
     with pytest.raises(NotImplementedError, match="width of at most 4, got 5"):
         CASES["convolution"](8)[0](docs[0], x, weight, None)
