@@ -71,7 +71,7 @@ def packed_rows(tokenizer: Any, texts: tuple[str, ...], tokens: int) -> list[lis
     documents = [ids + ends for ids in tokenizer(list(texts), add_special_tokens=False).input_ids]
     documents = [ids for ids in documents if ids]
     pieces = fv.split_long([len(ids) for ids in documents], tokens)
-    rows = fv.pack([piece.stop - piece.start for piece in pieces], tokens)
+    rows = fv.pack([piece.tokens for piece in pieces], tokens)
     cut = [documents[piece.document][piece.start : piece.stop] for piece in pieces]
     return [[cut[index] for index in row] for row in rows]
 

@@ -21,9 +21,10 @@ from flexvarlen.packing.chat import tokenize_chat
 from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.packing.conversations import conversation_samples
 from flexvarlen.packing.dataset import PackedDataset
-from flexvarlen.packing.pack import Piece, efficiency, pack, split_long
+from flexvarlen.packing.pack import efficiency, pack, split_long
 from flexvarlen.packing.sampler import BalancedSampler
 from flexvarlen.packing.stream import StreamPacker
+from flexvarlen.parallel.pieces import Piece
 
 __all__ = [
     "BalancedSampler",

@@ -6,24 +6,17 @@ import gc
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexvarlen.layout.arguments import as_int
 from flexvarlen.packing.first_fit import first_fit
+from flexvarlen.parallel.pieces import Piece
 
 Strategy = Literal["best_fit_decreasing", "first_fit", "in_order"]
 Lengths = Sequence[int] | NDArray[np.integer]
-
-
-class Piece(NamedTuple):
-    """Tokens `start:stop` of the document with index `document`."""
-
-    document: int
-    start: int
-    stop: int
 
 
 def pack(

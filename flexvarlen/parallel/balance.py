@@ -23,7 +23,7 @@ from itertools import accumulate
 from flexvarlen.parallel.pieces import Piece, Pieces, attention_work, longest_first
 
 EVEN = 0.05
-"""How much more work than the mean a rank may have, as a fraction, if no document is cut then."""
+"""A plan without cuts is taken if no rank has more work than the mean by this fraction of it."""
 
 LINEAR_WORK = 8192
 """Work of a token in the linear layers, in pairs of a query and a key.
@@ -34,16 +34,16 @@ of attention reach fewer FLOP/s than those of linear layers.
 
 
 def even_pieces(
-    lengths: tuple[int, ...], ranks: int, capacity: int, *, causal: bool = True
+    lengths: tuple[int, ...], ranks: int, tokens_per_rank: int, *, causal: bool = True
 ) -> Pieces:
-    """Each rank at most `capacity` tokens and about as much work.
+    """Give each rank at most `tokens_per_rank` tokens, and about as much work.
 
     Whole documents come first, so that what no other rank needs is one run.
     """
-    fit = max(lengths, default=0) <= capacity
-    pieces = longest_first(lengths, ranks, capacity) if fit else []
-    if not fit or not _are_even(attention_work(pieces, lengths, causal=causal), capacity):
-        pieces = _cut_documents(lengths, ranks, capacity, causal=causal)
+    fit = max(lengths, default=0) <= tokens_per_rank
+    pieces = longest_first(lengths, ranks, tokens_per_rank) if fit else []
+    if not fit or not _are_even(attention_work(pieces, lengths, causal=causal), tokens_per_rank):
+        pieces = _cut_documents(lengths, ranks, tokens_per_rank, causal=causal)
 
     def whole_first(piece: Piece) -> tuple[bool, Piece]:
         return piece.tokens < lengths[piece.document], piece
@@ -51,20 +51,20 @@ def even_pieces(
     return tuple(tuple(sorted(own, key=whole_first)) for own in pieces)
 
 
-def _are_even(work: list[float], capacity: int) -> bool:
+def _are_even(work: list[float], tokens_per_rank: int) -> bool:
     mean = sum(work) / len(work)
-    return max(work) - mean <= EVEN * (mean + LINEAR_WORK * capacity)
+    return max(work) - mean <= EVEN * (mean + LINEAR_WORK * tokens_per_rank)
 
 
 def _cut_documents(
-    lengths: tuple[int, ...], ranks: int, capacity: int, *, causal: bool
+    lengths: tuple[int, ...], ranks: int, tokens_per_rank: int, *, causal: bool
 ) -> list[list[Piece]]:
     """Fill one rank after another from the two queues, with at most one cut a rank on average."""
     by_length = sorted((n, document) for document, n in enumerate(lengths) if n)
     average = sum(n * n for n in lengths) / sum(lengths)
     split = bisect_left(by_length, (average,))
-    light = _Queue(by_length[:split], capacity, causal=causal)
-    heavy = _Queue(by_length[split:][::-1], capacity, causal=causal)
+    light = _Queue(by_length[:split], tokens_per_rank, causal=causal)
+    heavy = _Queue(by_length[split:][::-1], tokens_per_rank, causal=causal)
     pieces, cuts = [], 0
     for rank in range(ranks):
         tokens = -(-(light.tokens + heavy.tokens) // (ranks - rank))
@@ -139,7 +139,7 @@ class _Queue:
 
     Args:
         documents: length and number of each.
-        capacity: tokens of a rank.
+        tokens_per_rank: a document of more is cut whatever the plan.
         causal: whether attention is causal.
 
     Attributes:
@@ -147,8 +147,11 @@ class _Queue:
         at, low, high: tokens `low` to `high` of this document are left, and all documents after it.
     """
 
-    def __init__(self, documents: list[tuple[int, int]], capacity: int, *, causal: bool) -> None:
-        self.documents, self.capacity, self.causal = [*documents, (0, -1)], capacity, causal
+    def __init__(
+        self, documents: list[tuple[int, int]], tokens_per_rank: int, *, causal: bool
+    ) -> None:
+        self.documents = [*documents, (0, -1)]  # the last stands for the end
+        self.tokens_per_rank, self.causal = tokens_per_rank, causal
         self.tokens_until = [0, *accumulate(n for n, _ in documents)]
         self.work_until = [0, *accumulate(n * n / 2 for n, _ in documents)]
         self.tokens, self.work = self.tokens_until[-1], self.work_until[-1]
@@ -164,7 +167,7 @@ class _Queue:
             before = self.work_until[at] - (self.work_until[-1] - self.work)
             inside, low, high = end - self.tokens_until[at], 0, self.documents[at][0]
         length = self.documents[at][0]
-        cuts = inside > 0 and high - low == length <= self.capacity
+        cuts = inside > 0 and high - low == length <= self.tokens_per_rank
         work = before + inside * (low + high if self.causal else length) / 2
         slack = inside * (high - low - inside) / 2 if self.causal else 0.0
         return _Stop(tokens, inside, at, low, high, int(cuts), work, slack)

@@ -1,7 +1,7 @@
 """`gather_keys`: the keys and values of a row's cut documents, from the ranks that hold them.
 
 One all-to-all in the forward, and one in the backward that returns the gradients. The gradient of a
-key is the sum of a few, added in fp32 one run after another, so always in the same order.
+key is summed over the pieces that attend to it, in fp32 and in a fixed order.
 
 Shapes: C = tokens of a rank, R = tokens received, Tk = gathered keys, Hkv = num_kv_heads,
 D = head_dim. Token indices count the C own tokens, then the R received ones.
@@ -99,6 +99,7 @@ def gather_keys_backward(
 
     The leading tokens that only one piece of this rank attends to are copied without that sum.
     """
+    assert dk_KHD.dtype == dv_KHD.dtype
     gradients, all_runs = (dk_KHD, dv_KHD), runs.tolist()
     unshared = _leading_unshared_tokens(all_runs, sends.tolist(), tokens)
     indices, width = tokens + int(received.sum()), sum(x[0].numel() for x in gradients)
@@ -107,9 +108,8 @@ def gather_keys_backward(
     _add_runs(summed, gradients, [run for run in all_runs if run[0] >= tokens], unshared)
     grads_of_received = summed[tokens - unshared :]
     arriving = _all_to_all(grads_of_received, _counts(sends, received), received.tolist(), group)
-    _add_runs(
-        summed, gradients, [run for run in all_runs if run[0] < tokens], unshared
-    )  # meanwhile
+    own_runs = [run for run in all_runs if run[0] < tokens]
+    _add_runs(summed, gradients, own_runs, unshared)  # while the others are on their way
     grads_from_others, done = _wait_for(arriving), 0
     for token, _, n in sends.tolist():  # rank after rank
         summed[token - unshared :][:n] += grads_from_others[done : done + n]
@@ -186,9 +186,7 @@ def _split(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _counts(sends: Tensor, received: Tensor) -> list[int]:
     """The tokens sent to each rank."""
-    counts = [0] * len(received)
-    for _, destination, n in sends.tolist():
-        counts[destination] += n
+    counts: list[int] = torch.zeros_like(received).index_add(0, sends[:, 1], sends[:, 2]).tolist()
     return counts
 
 

@@ -35,7 +35,8 @@ class KeyExchange:
         layout_k: the keys of each of the rank's pieces, on the device of the tokens: those of its
             document up to the piece's end, or if attention is bidirectional all of them, or those
             that a window reaches.
-        runs: int64 `[N, 3]` on the host, (token, key, tokens): where the gathered keys come from.
+        runs: int64 `[N, 3]` on the host, (token, key, tokens): where the gathered keys come from;
+            the first begins at token 0 and key 0, and may be empty.
         sends: int64 `[M, 3]` on the host, (token, destination, tokens), by destination.
         received: int64 `[P]` on the host, the tokens received from each rank.
     """
@@ -188,7 +189,7 @@ def _runs(
     for part in (part for parts in keys for part in parts):
         token = part.token if part.rank == rank else arrivals[part]
         start, key, length = found[-1]
-        if start + length == token != tokens:  # and not the first of those received
+        if start + length == token != tokens:  # no run is of own and of received tokens
             found[-1] = start, key, length + part.tokens
         else:
             found.append((token, key + length, part.tokens))
@@ -196,7 +197,7 @@ def _runs(
 
 
 def _in_quarters(keys: int, tokens: int) -> int:
-    """Rows rounded up to quarters of a rank's tokens."""
+    """Keys rounded up to a multiple of a quarter of a rank's tokens."""
     quarter = -(-tokens // 4)
     return -(-keys // quarter) * quarter
 

@@ -5,13 +5,13 @@ Attention work is counted in pairs of a query and a key, of causal attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
 
 class Piece(NamedTuple):
-    """Tokens `start` to `stop` of a document."""
+    """Tokens `start:stop` of the document with index `document`."""
 
     document: int
     start: int
@@ -41,29 +41,21 @@ def attention_work(
     return [sum(map(work_of, own)) for own in pieces]
 
 
-def contiguous_pieces(lengths: tuple[int, ...], ranks: int, capacity: int) -> Pieces:
-    """Each rank the next `capacity` tokens of the row as it is."""
+def contiguous_pieces(lengths: tuple[int, ...], ranks: int, tokens_per_rank: int) -> Pieces:
+    """Each rank the next `tokens_per_rank` tokens of the row as it is."""
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-    begin = 0
-    for document, length in enumerate(lengths):
-        start = 0
-        while start < length:
-            rank, offset = divmod(begin + start, capacity)
-            stop = min(length, start + capacity - offset)
-            pieces[rank].append(Piece(document, start, stop))
-            start = stop
-        begin += length
+    _fill(pieces, tokens_per_rank, enumerate(lengths))
     return tuple(map(tuple, pieces))
 
 
-def longest_first(lengths: tuple[int, ...], ranks: int, capacity: int) -> list[list[Piece]]:
+def longest_first(lengths: tuple[int, ...], ranks: int, tokens_per_rank: int) -> list[list[Piece]]:
     """The longest first, each whole to the rank with the least work among those that have room.
 
     Those that fit nowhere, fewer than P of the shortest, are cut to fill what is left of the ranks.
     """
     documents = sorted(((n, document) for document, n in enumerate(lengths) if n), reverse=True)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-    by_work = [(0.0, capacity, rank) for rank in range(ranks)]  # a heap
+    by_work = [(0.0, tokens_per_rank, rank) for rank in range(ranks)]  # a heap
     by_room: list[tuple[int, float, int]] = []  # a heap of the others: too full for this length
     rest = []
     for length, document in documents:
@@ -79,13 +71,15 @@ def longest_first(lengths: tuple[int, ...], ranks: int, capacity: int) -> list[l
             pieces[rank].append(Piece(document, 0, length))
         else:
             rest.append((document, length))
-    _fill(pieces, capacity, rest)
+    _fill(pieces, tokens_per_rank, rest)
     return pieces
 
 
-def _fill(pieces: list[list[Piece]], capacity: int, documents: list[tuple[int, int]]) -> None:
+def _fill(
+    pieces: list[list[Piece]], tokens_per_rank: int, documents: Iterable[tuple[int, int]]
+) -> None:
     """Lay documents (number, length) one after another into what is left of the ranks."""
-    ranks = ((own, capacity - sum(piece.tokens for piece in own)) for own in pieces)
+    ranks = ((own, tokens_per_rank - sum(piece.tokens for piece in own)) for own in pieces)
     own, room = next(ranks)
     for document, length in documents:
         start = 0

@@ -23,12 +23,14 @@ class RowPlan:
         lengths: tokens of each document.
         tokens_per_rank: C, padding included.
         pieces: of each rank, in the order of its tokens; padding follows the last.
+        contiguous: whether each rank has the next tokens of the row.
         causal: whether attention is causal.
     """
 
     lengths: tuple[int, ...]
     tokens_per_rank: int
     pieces: Pieces
+    contiguous: bool = False
     causal: bool = True
 
     @property
@@ -83,7 +85,7 @@ def plan_row(
     """Plan which tokens of a row lie on which of P ranks.
 
     Each rank gets exactly T/P tokens, padding last, and at most P - 1 documents are cut. No rank
-    has over 5% more work than the mean, that of the linear layers counted (`LINEAR_WORK`). If
+    has over 5% more work than the mean, `LINEAR_WORK` of each token's linear layers counted. If
     attention is bidirectional, documents longer than T/P are cut besides, and a few rows are less
     even. A contiguous plan is not balanced.
 
@@ -111,9 +113,9 @@ def plan_row(
             f"total_tokens must be at least those of all documents, {sum(lengths)}, got "
             f"{total_tokens}; raise total_tokens."
         )
-    lengths, capacity = tuple(lengths), total_tokens // ranks
+    lengths, tokens = tuple(lengths), total_tokens // ranks
     if contiguous:
-        pieces = contiguous_pieces(lengths, ranks, capacity)
+        pieces = contiguous_pieces(lengths, ranks, tokens)
     else:
-        pieces = even_pieces(lengths, ranks, capacity, causal=causal)
-    return RowPlan(lengths, capacity, pieces, causal)
+        pieces = even_pieces(lengths, ranks, tokens, causal=causal)
+    return RowPlan(lengths, tokens, pieces, contiguous, causal)

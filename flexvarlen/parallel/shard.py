@@ -131,9 +131,12 @@ def shard_batch(
         here, own = torch.arange(layout.total_tokens).view(ranks, -1)[rank], layout
     else:
         contiguous = method == "contiguous"
-        here, own = _own_documents(
-            layout, rank, ranks, contiguous=contiguous, causal=causal, window=window
-        )
+        documents = _documents_of(layout)
+        lengths, total = [stop - start for start, stop in documents], layout.total_tokens
+        plan = plan_row(lengths, ranks, total_tokens=total, contiguous=contiguous, causal=causal)
+        order = torch.from_numpy(plan.order([start for start, _ in documents]))
+        here = order.view(ranks, -1)[rank]
+        own = sharded_layout(plan, rank, device=layout.device, window=window)
     row = _completed(batch, causal=causal)
     shard = {name: x if _is_replicated(x) else x[:, here.to(x.device)] for name, x in row.items()}
     return shard | {"packed_layout": own}
@@ -186,38 +189,6 @@ def _next_labels(batch: Mapping[str, Any]) -> Tensor:
     in_no_loss = ((layout.position_ids() == 0) | ~layout.real_tokens()).roll(-1)
     shifted = shifted.masked_fill(in_no_loss.to(shifted.device), IGNORE_INDEX)
     return shifted[None]
-
-
-def _own_documents(
-    layout: PackedLayout,
-    rank: int,
-    ranks: int,
-    *,
-    contiguous: bool,
-    causal: bool,
-    window: int | None,
-) -> tuple[Tensor, PackedLayout]:
-    """The tokens of the row that a rank has, int64 `[T/P]` on the host, and their layout."""
-    documents = _documents_of(layout)
-    lengths = [stop - start for start, stop in documents]
-    plan = plan_row(
-        lengths,
-        ranks,
-        total_tokens=layout.total_tokens,
-        contiguous=contiguous,
-        causal=causal,
-    )
-    order = torch.from_numpy(plan.order([start for start, _ in documents]))
-    own = sharded_layout(
-        plan.pieces,
-        plan.tokens_per_rank,
-        rank,
-        device=layout.device,
-        contiguous=contiguous,
-        causal=causal,
-        window=window,
-    )
-    return order.view(ranks, -1)[rank], own
 
 
 def _documents_of(layout: PackedLayout) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.gather_keys import gather_keys
 from flexvarlen.parallel.key_exchange import KeyExchange
 from flexvarlen.parallel.pieces import Pieces
+from flexvarlen.parallel.plan import RowPlan
 from flexvarlen.parallel.window_exchange import WindowExchange
 
 if TYPE_CHECKING:  # not available in a torch built without distributed
@@ -118,27 +119,19 @@ class RowShard:
 
 
 def sharded_layout(
-    pieces: Pieces,
-    tokens_per_rank: int,
-    rank: int,
-    *,
-    device: torch.device | str = "cpu",
-    causal: bool = True,
-    contiguous: bool = False,
-    window: int | None = None,
+    plan: RowPlan, rank: int, *, device: torch.device | str = "cpu", window: int | None = None
 ) -> PackedLayout:
     """The layout of one rank's pieces, with its `shard`.
 
     Args:
-        pieces: of all ranks.
-        tokens_per_rank: C; those behind a rank's last piece are padding.
+        plan: of the row.
         rank: whose.
         device: where its tensors go.
-        contiguous: whether each rank has the next tokens of the row.
-        causal, window: as in `shard_row`. Bidirectional attention needs more keys.
+        window: as in `shard_row`.
 
     Sizes that kernels and compiled graphs depend on are the same on all ranks, and rounded up.
     """
+    pieces, tokens_per_rank, causal = plan.pieces, plan.tokens_per_rank, plan.causal
     lengths = [[stop - start for _, start, stop in own] for own in pieces]
     longest = round_up_to_power_of_two(max((n for own in lengths for n in own), default=1))
     capacity = round_up_to_power_of_two(max(map(len, pieces)))
@@ -152,7 +145,7 @@ def sharded_layout(
     for slot, (_, start, _) in enumerate(pieces[rank]):
         starts[slot] = start
     exchange = KeyExchange.of(pieces, tokens_per_rank, rank, capacity=capacity, causal=causal)
-    hops = _hops(pieces, rank) if contiguous else None
+    hops = _hops(pieces, rank) if plan.contiguous else None
     windows = None
     if window is not None:
         windows = WindowExchange.of(pieces, tokens_per_rank, rank, capacity=capacity, window=window)

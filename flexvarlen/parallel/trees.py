@@ -57,24 +57,24 @@ def own_trees(
 
 
 def whole_trees(lengths: tuple[int, ...], ranks: int, layout: PackedLayout) -> Pieces:
-    """The longest first, each to the rank with the least work; or to the fullest, if that cuts one.
+    """Longest first, each to the rank with the least work, or if that cuts one, to the fullest.
 
     Raises:
         ValueError: they do not fit so either.
     """
-    capacity = layout.total_tokens // ranks
-    found = longest_first(lengths, ranks, capacity)
+    tokens_per_rank = layout.total_tokens // ranks
+    found = longest_first(lengths, ranks, tokens_per_rank)
     if all(piece.tokens == lengths[piece.document] for own in found for piece in own):
         return tuple(tuple(sorted(own)) for own in found)
-    room, pieces = [capacity] * ranks, [list[Piece]() for _ in range(ranks)]
+    room, pieces = [tokens_per_rank] * ranks, [list[Piece]() for _ in range(ranks)]
     for length, tree in sorted(((n, tree) for tree, n in enumerate(lengths)), reverse=True):
         fitting = [rank for rank in range(ranks) if room[rank] >= length]
         if not fitting:
-            at_least = f" to at least {ranks * length}" if length > capacity else ""
+            enough = f" to at least {ranks * length}" if length > tokens_per_rank else ""
             raise ValueError(
-                f"each tree must lie whole on one of the {ranks} ranks, of {capacity} tokens each, "
-                f"got one of {length} tokens that finds no room, {sum(lengths)} in all; raise "
-                f"total_tokens{at_least}, or put fewer samples into a row."
+                f"each tree must lie whole on one of the {ranks} ranks, of {tokens_per_rank} "
+                f"tokens each, got one of {length} tokens that finds no room, {sum(lengths)} in "
+                f"all; raise total_tokens{enough}, or put fewer samples into a row."
             )
         rank = min(fitting, key=room.__getitem__)
         room[rank] -= length

@@ -1,8 +1,8 @@
 """Sliding windows to both sides, over a row whose documents are cut.
 
-A piece, with the tokens that its windows reach on both sides, is treated as one document. Keys of
-`layout_k` are aligned with the last query, which leaves no room for keys behind it. So the queries
-are put where their own keys are; the other queries are zeros, and their outputs are dropped.
+A piece, with the tokens that its windows reach on both sides, is treated as one document. With
+`layout_k` a document's last query is aligned with its last key, so keys after it cannot be given.
+So each query is put at the index of its own key; the others are zeros, and their outputs dropped.
 
 Shapes: C = tokens of a rank, Tk = gathered keys, Hkv = num_kv_heads, D = head_dim.
 

@@ -51,12 +51,10 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
     """Check a forward's keyword arguments, and build missing position_ids of this shard.
 
     Raises:
-        ValueError: documents are given by anything but the layout; the layout does not cover P such
-            shards, or is for another kind of attention; other tensors are not those of the shard;
-            labels lack the next shard's first one; or a loss is a mean over this rank only, also in
-            a user's loss function; or a model with recurrent layers gets pieces of documents in
-            another order.
-        NotImplementedError: an auxiliary loss, or that of a head with one label for a document.
+        ValueError: documents are given by anything but the layout; the layout is not that of the
+            shard, or is for another kind of layers; other tensors are not those of the shard; or
+            the loss would be a mean over this rank alone.
+        NotImplementedError: the loss of a router, or of a head that pools documents.
 
     Reads shapes only. That all ranks hold the same layout is checked by `shard_row`, not here.
     """
@@ -105,18 +103,16 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
 
 
 def _set_positions(layout: PackedLayout, forward: ForwardInputs) -> None:
-    """Build missing position_ids, and count those of RoBERTa from its first one, as it has no 0."""
-    positions = (
-        layout.position_ids() * layout.real_tokens()
-    )  # padding is at position 0, which every table has
+    """Build missing position_ids, and add the first position to those that count from 0."""
+    positions = layout.position_ids() * layout.real_tokens()  # every table has 0, for padding
     if layout.shard is None:
         positions = shard_tokens(positions, forward.group)
     given: Tensor | None = forward.inputs.get("position_ids")
-    given = positions[None] if given is None else given
-    first = forward.parts.first_position
-    forward.inputs["position_ids"] = (
-        given + first * (given[:, :1] == positions[:1]) if first else given
-    )
+    position_ids = positions[None] if given is None else given
+    first = forward.parts.first_position  # RoBERTa's is not 0
+    if first:
+        position_ids = position_ids + first * (position_ids[:, :1] == positions[:1])
+    forward.inputs["position_ids"] = position_ids
 
 
 def _check_pooling(forward: ForwardInputs) -> None:

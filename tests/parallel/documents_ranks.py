@@ -110,9 +110,7 @@ def shard_of(
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     plan = plan_row(lengths, ranks, total_tokens=TOKENS, causal=causal)
     here = torch.from_numpy(plan.order()).view(ranks, -1)[rank]
-    return here, sharded_layout(
-        plan.pieces, TOKENS // ranks, rank, causal=causal, window=None if causal else window
-    )
+    return here, sharded_layout(plan, rank, window=None if causal else window)
 
 
 REFERENCE = {"backend": "reference"}
@@ -320,6 +318,10 @@ def rounded_once(group: Any) -> torch.Tensor:
 REFUSED = {
     "whole row": "layout must be the shard of rank",
     "prefix": "documents_attention has no prefix; leave it out",
+    "chunks to both sides": "documents_attention has no chunk; leave it out",
+    "invariant attention": "documents_attention has no batch_invariant; leave it out",
+    "batch of one rank": "input_ids must be one row, [1, 120], got [1, 119]; leave it out",
+    "rank": "rank must be that of one of the 2 ranks that share the row, got 2",
     "window of two sides": "documents_attention has no window (left, right); leave it out",
     "other mask": "the layout of a shard must be made for attention with causal=False, got",
     "encoder": "the layout of a shard must be made for attention with causal=False, got",
@@ -360,7 +362,7 @@ def refused(group: Any) -> dict[str, str]:
     )
     by_heads = fv.shard_row(batch, group, method="ulysses")
     plan = plan_row(ROWS["long"], 2, total_tokens=TOKENS)
-    ids, others = shard["input_ids"], sharded_layout(plan.pieces, TOKENS // 2, 1 - rank)
+    ids, others = shard["input_ids"], sharded_layout(plan, 1 - rank)
     of_encoder = fv.shard_row(batch, group, causal=False)
     both_ways = of_encoder["packed_layout"]
     bert, modernbert = new_model("bert"), new_model("modernbert")
@@ -379,6 +381,12 @@ def refused(group: Any) -> dict[str, str]:
     calls = {
         "whole row": lambda: attend(whole),
         "prefix": lambda: attend(own, prefix=3),
+        "chunks to both sides": lambda: attend(both_ways, chunk=5, causal=False),
+        "invariant attention": lambda: attend(own, batch_invariant=True),
+        "batch of one rank": lambda: fv.shard_row(
+            batch | {"input_ids": batch["input_ids"][:, rank:]}, group
+        ),
+        "rank": lambda: fv.shard_batch(batch, 2, 2),
         "window of two sides": lambda: attend(both_ways, window=(3, 2), causal=False),
         "encoder": lambda: encoder(**shard),
         "encoder's windows": lambda: windows(ids, packed_layout=both_ways),

@@ -48,7 +48,7 @@ def test_the_keys_of_a_piece_are_its_documents(lengths, ranks, padding, causal, 
     capacity = max(-(-(sum(lengths) + padding) // ranks), 1)
     total = capacity * ranks
     plan = plan_row(lengths, ranks, total_tokens=total, contiguous=contiguous, causal=causal)
-    layouts = [sharded_layout(plan.pieces, capacity, r, causal=causal) for r in range(ranks)]
+    layouts = [sharded_layout(plan, r) for r in range(ranks)]
     shards = [layout.shard for layout in layouts]
     if not plan.cut_documents:
         assert all(shard.exchange is None for shard in shards)
@@ -76,10 +76,7 @@ def test_the_keys_of_a_piece_are_its_documents(lengths, ranks, padding, causal, 
 def test_the_keys_of_a_window_are_those_it_reaches(lengths, ranks, padding, window):
     capacity = max(-(-(sum(lengths) + padding) // ranks), 1)
     plan = plan_row(lengths, ranks, total_tokens=capacity * ranks, causal=False)
-    shards = [
-        sharded_layout(plan.pieces, capacity, r, causal=False, window=window).shard
-        for r in range(ranks)
-    ]
+    shards = [sharded_layout(plan, r, window=window).shard for r in range(ranks)]
     if not plan.cut_documents:
         assert all(shard.windows is None for shard in shards)
         return
@@ -106,7 +103,7 @@ def test_sizes_are_the_same_on_all_ranks(lengths, ranks):
     """Else a compiled graph of one rank would wait for the compilation of another."""
     capacity = max(-(-sum(lengths) // ranks), 1)
     plan = plan_row(lengths, ranks, total_tokens=capacity * ranks)
-    layouts = [sharded_layout(plan.pieces, capacity, rank) for rank in range(ranks)]
+    layouts = [sharded_layout(plan, rank) for rank in range(ranks)]
 
     def sizes(layout):
         exchange = layout.shard.exchange

@@ -17,7 +17,7 @@ def shard_of(lengths, ranks=2):
     """The first rank's layout of a row without padding."""
     capacity = sum(lengths) // ranks
     plan = plan_row(lengths, ranks, total_tokens=capacity * ranks)
-    return sharded_layout(plan.pieces, capacity, 0)
+    return sharded_layout(plan, 0)
 
 
 X = torch.randn(1, 6, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -16,7 +16,7 @@ import torch
 import trl
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
@@ -166,9 +166,16 @@ def errors(folder: str) -> dict[str, str]:
     note("rebalanced", lambda: patched("flattened", train_sampling_strategy="batch_rebalance"))
     note("padded", lambda: patched("sft_packing_lora", packing=False))
     note("dispatched", lambda: patched("streamed", accelerator_config={}).train())
-    trainer = patched("packed")
-    trainer.evaluate()
-    note("evaluated first", trainer.train)
+    for case, changes in (
+        ("evaluated first", {}),
+        ("evaluated first, compiled", {"torch_compile": True, "torch_compile_backend": "eager"}),
+    ):
+        trainer = patched("packed", **changes)
+        trainer.evaluate()
+        note(case, trainer.train)
+    trainer = patched("streamed", gradient_accumulation_steps=4)
+    trainer.train_dataset = Fewer()
+    note("fewer rows", trainer.train)
     trainer = patched("packed")
     note("twice", lambda: fv.patch_trainer(trainer, context_parallel=2))
     note("predict", lambda: trainer.predict(trainer.eval_dataset))
@@ -184,6 +191,13 @@ def errors(folder: str) -> dict[str, str]:
     fv.patch_model(trainer.model)
     note("another patch", trainer.train)
     return said
+
+
+class Fewer(IterableDataset):
+    """Rows of which every second process has three, and the others one."""
+
+    def __iter__(self) -> Iterator[list[np.ndarray]]:
+        yield from [[np.arange(1, 9)]] * (1 + 2 * (int(os.environ["RANK"]) % 2))
 
 
 @dataclass

@@ -84,6 +84,8 @@ ERRORS = {
     "padded": "context_parallel shares packed rows, got batches that are padded",
     "dispatched": "got accelerate's dispatch_batches",
     "evaluated first": r"train\(\) must come before evaluate\(\)",
+    "evaluated first, compiled": r"train\(\) must come before evaluate\(\)",
+    "fewer rows": "the processes of a group must load the same row, got different ones",
     "twice": "trainer must be patched once with context_parallel",
     "predict": "predictions need whole rows",
     "isolation": "IsolationCallback verifies whole rows",

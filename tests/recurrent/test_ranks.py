@@ -73,11 +73,7 @@ def installed(patch):
 def shards(lengths, ranks, total_tokens, device="cpu"):
     """The documents of each rank, and how they are cut."""
     plan = plan_row(lengths, ranks, total_tokens=total_tokens, contiguous=True)
-    tokens = total_tokens // ranks
-    made = [
-        sharded_layout(plan.pieces, tokens, rank, device=device, contiguous=True)
-        for rank in range(ranks)
-    ]
+    made = [sharded_layout(plan, rank, device=device) for rank in range(ranks)]
     return [RecurrentDocuments(each, group=str(rank)) for rank, each in enumerate(made)], plan
 
 

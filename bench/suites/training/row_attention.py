@@ -57,7 +57,7 @@ def measure_attention(case: AttentionCase, method: str, device: torch.device) ->
     if method == "documents":
         plan, rank = plan_row(lengths, case.ranks, total_tokens=case.tokens), dist.get_rank()
         order, attention = torch.from_numpy(plan.order()).to(device), documents_attention
-        of_shards = sharded_layout(plan.pieces, plan.tokens_per_rank, rank, device=device)
+        of_shards = sharded_layout(plan, rank, device=device)
     here = order.view(case.ranks, -1)[dist.get_rank()]
     own = [x[here] for x in whole]
 

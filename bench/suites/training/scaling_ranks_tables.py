@@ -92,7 +92,7 @@ def _row(record: Record) -> str:
 
 
 ROW = made("tokens of the row", _row, outcome=True)
-METHOD = Column("cut by", lambda r: CUT_BY.get(r.case["variant"], "heads (Ulysses)"))
+METHOD = Column("split by", lambda r: CUT_BY.get(r.case["variant"], "heads (Ulysses)"))
 
 
 def attention_table(records: Sequence[Record]) -> Table:
@@ -148,7 +148,7 @@ def row_table(records: Sequence[Record]) -> Table:
         ROW,
         GPUS,
         METHOD,
-        made("documents cut", lambda r: str(r.measures["cut_documents"])),
+        made("documents split", lambda r: str(r.measures["cut_documents"])),
         made("ms, one GPU → all", partial(both, names=("single_ms", "ms_p50"), form=",.0f")),
         made("efficiency", lambda r: f"{r.measures['efficiency']:.1%}"),
         made("peak GiB", partial(both, names=peaks, form=".1f", scale=1 / 1024)),
@@ -178,8 +178,7 @@ def sequence_table(records: Sequence[Record]) -> Table:
     ]
     case = records[0].case
     title = (
-        f"Sequence parallelism, {_title(records)}; trained on one document of "
-        f"{case['document']:,} tokens over all GPUs"
+        f"{_title(records)}; trained on one document of {case['document']:,} tokens over all GPUs"
     )
     note = (
         f"Loss and gradients: relative errors on a row of {case['tokens']:,} tokens against each "
