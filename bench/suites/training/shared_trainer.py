@@ -111,6 +111,7 @@ def _sft_trainer(model: Any, settings: dict[str, Any], rows: list[list[Document]
     config = SFTConfig(
         **settings,
         bf16=False,  # weights already have the dtype of the case
+        gradient_checkpointing=False,  # TRL's default is True, beside FSDP's own
         padding_free=True,
         max_length=None,
         shuffle_dataset=False,
