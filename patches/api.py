@@ -328,8 +328,8 @@ def shard_options(model: nn.Module) -> dict[str, Any]:
         model: patched or not, and perhaps wrapped.
 
     Returns:
-        `method="contiguous"` for a model with recurrent layers; `causal=False` and the widest
-        `window` for an encoder; nothing for others.
+        `method="contiguous"` for a model with recurrent layers, `causal=False` for an encoder, the
+        widest `window` if there are any; nothing for others.
 
     Raises:
         ValueError: there is no transformers model inside.

@@ -123,12 +123,10 @@ class ModelParts:
 
     def shard_options(self) -> dict[str, Any]:
         """The keyword arguments that `shard_row` needs for the model."""
-        if self.recurrent:
-            return {"method": "contiguous"}
-        if self.causal:
-            return {}
-        windows = (kind.window for kind in self.kinds if kind.window is not None)
-        return {"causal": False, "window": max(windows, default=None)}
+        windows = [kind.window for kind in self.kinds if kind.window is not None]
+        options: dict[str, Any] = {"method": "contiguous"} if self.recurrent else {}
+        options |= {} if self.causal else {"causal": False}
+        return options | ({"window": max(windows)} if windows else {})
 
     def of_base(self) -> ModelParts:
         """The parts of the base model by itself."""

@@ -9,7 +9,6 @@
 | `documents.py` | attention over the row, each rank with its own tokens and all heads |
 | `key_exchange.py` | which keys of cut documents the ranks exchange |
 | `gather_keys.py` | the operator that moves them, and their gradients back |
-| `window_exchange.py` | the same for sliding windows to both sides |
 | `sharded_layout.py` | the layout of the pieces that one rank holds |
 | `trees.py` | trees, which lie whole on a rank |
 | `ulysses.py` | attention over the row, each rank with a part of the heads |

@@ -69,7 +69,8 @@ def documents_attention(
     why = shard.why_not(**mask)
     if why is not None:
         raise ValueError(why)
-    layout_q, layout_k = shard.layouts(layout, **mask)
+    window = None if options.get("chunk") else mask["window"]
+    layout_q, layout_k = shard.layouts(layout, window)
     attend = partial(packed_attention, layout=layout_q, layout_k=layout_k, **options)
-    out: Tensor | tuple[Tensor, Tensor] = shard.attend(q, k, v, attend, group, **mask)
+    out: Tensor | tuple[Tensor, Tensor] = shard.attend(q, k, v, attend, group, window)
     return out

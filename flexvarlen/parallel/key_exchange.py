@@ -1,8 +1,13 @@
 """Keys and values of cut documents, exchanged between the ranks of a row.
 
 Each rank holds runs of documents (pieces). The queries of a piece need the keys of its document
-before the piece, too: the ranks that hold these send them, and get their gradients back. A document
-that lies whole on a rank needs nothing, and where none of the row is cut nothing is sent.
+before the piece, too, or if attention is bidirectional all of them, or those that a window reaches:
+the ranks that hold these send them, and get their gradients back. A document that lies whole on a
+rank needs nothing, and where none of the row is cut nothing is sent.
+
+With `layout_k` a document's last query is aligned with its last key, so keys after it cannot be
+given. So where a window reaches later keys, each query is put at the index of its own key: a piece
+with the tokens that its window reaches is then one document.
 
 All tables are integers on the host, as pieces are runs of tokens; `gather_keys.py` reads them.
 
@@ -24,7 +29,8 @@ from torch import Tensor
 
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel.pieces import Pieces
+from flexvarlen.parallel.pieces import Piece, Pieces
+from flexvarlen.parallel.plan import RowPlan
 
 
 @dataclass(frozen=True)
@@ -32,58 +38,47 @@ class KeyExchange:
     """What one rank sends, receives and attends to, of a row in which a document is cut.
 
     Attributes:
-        layout_k: the keys of each of the rank's pieces, on the device of the tokens: those of its
-            document up to the piece's end, or if attention is bidirectional all of them, or those
-            that a window reaches.
+        layout_k: the keys that each of the rank's pieces needs, on the device of the tokens.
         runs: int64 `[N, 3]` on the host, (token, key, tokens): where the gathered keys come from;
             the first begins at token 0 and key 0, and may be empty.
         sends: int64 `[M, 3]` on the host, (token, destination, tokens), by destination.
         received: int64 `[P]` on the host, the tokens received from each rank.
+        own_keys: int64 `[C]`, on the device of the tokens: the key of each of the rank's tokens,
+            where its query is put, too; None where queries stay as they are.
     """
 
     layout_k: PackedLayout
     runs: Tensor
     sends: Tensor
     received: Tensor
+    own_keys: Tensor | None = None
 
     @classmethod
     def of(
-        cls,
-        pieces: Pieces,
-        tokens_per_rank: int,
-        rank: int,
-        *,
-        capacity: int,
-        causal: bool = True,
-        reach: int | None = None,
+        cls, plan: RowPlan, rank: int, *, capacity: int, window: int | None = None
     ) -> KeyExchange | None:
         """The exchange of one rank; None, on every rank, if no document of the row is cut.
 
         Args:
-            pieces: of all ranks.
-            tokens_per_rank: C.
+            plan: of the row.
             rank: whose exchange.
             capacity: slots of the layout of the rank's own pieces.
-            causal: whether queries see no later keys.
-            reach: how many tokens a window that is not causal reaches on each side; None: all.
+            window: a query sees the keys less than this many tokens away; None: all.
 
         The shapes of its tensors are the same on all ranks, and rounded up, so that a compiled
         model meets few of them.
         """
+        pieces, tokens_per_rank = plan.pieces, plan.tokens_per_rank
         documents = _by_document(pieces)
         if all(len(parts) == 1 for parts in documents.values()):
             return None
-        keys = [
-            [_keys_of(piece, documents, causal=causal, reach=reach) for piece in own]
-            for own in pieces
-        ]
+        two_sided = window is not None and not plan.causal
+        keys = [[_keys_of(piece, documents, plan, window) for piece in own] for own in pieces]
         needed = [_needed(of_rank, other) for other, of_rank in enumerate(keys)]
         lengths = [[sum(part.tokens for part in each) for each in own] for own in keys]
         num_keys = [sum(each) for each in lengths]
-        if reach is not None:  # the rank's own padding follows, as queries
-            num_keys = [
-                n + _padding(own, tokens_per_rank) for n, own in zip(num_keys, pieces, strict=True)
-            ]
+        if two_sided:  # the rank's own padding follows, as queries
+            num_keys = [n + plan.padding(other) for other, n in enumerate(num_keys)]
         layout_k = PackedLayout.from_lengths(
             lengths[rank],
             total_tokens=_in_quarters(max(num_keys), tokens_per_rank),
@@ -108,11 +103,13 @@ class KeyExchange:
             ),
             sends=_table(sends, at_least=max(Counter(senders).values(), default=1)),
             received=_on_host(received),
+            own_keys=_own_keys(keys[rank], pieces[rank], plan.padding(rank)) if two_sided else None,
         )
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> KeyExchange:
-        """The same with `move` of the tensors of `layout_k`; the tables stay on the host."""
-        return replace(self, layout_k=self.layout_k.moved(move))
+        """The same with `move` of the tensors on the device; the tables stay on the host."""
+        own_keys = None if self.own_keys is None else move(self.own_keys)
+        return replace(self, layout_k=self.layout_k.moved(move), own_keys=own_keys)
 
 
 # ---- the tables ----
@@ -146,29 +143,31 @@ def _by_document(pieces: Pieces) -> dict[int, list[_HeldPiece]]:
 
 
 def _keys_of(
-    piece: tuple[int, int, int],
-    documents: dict[int, list[_HeldPiece]],
-    *,
-    causal: bool,
-    reach: int | None,
+    piece: Piece, documents: dict[int, list[_HeldPiece]], plan: RowPlan, window: int | None
 ) -> list[_HeldPiece]:
-    """What a piece attends to of the pieces of its document; see `KeyExchange.of`."""
-    document, start, stop = piece
-    if causal or reach is None:
-        return [part for part in documents[document] if part.stop <= stop or not causal]
+    """What a piece attends to of the pieces of its document."""
+    length = plan.lengths[piece.document]
+    reach = length if window is None else window - 1
+    low, high = piece.start - reach, piece.stop if plan.causal else piece.stop + reach
     return [
         part._replace(
-            start=max(part.start, start - reach),
-            stop=min(part.stop, stop + reach),
-            token=part.token + max(0, start - reach - part.start),
+            start=max(part.start, low),
+            stop=min(part.stop, high),
+            token=part.token + max(0, low - part.start),
         )
-        for part in documents[document]
-        if part.start < stop + reach and start - reach < part.stop
+        for part in documents[piece.document]
+        if part.start < high and low < part.stop
     ]
 
 
-def _padding(own: Sequence[tuple[int, int, int]], tokens_per_rank: int) -> int:
-    return tokens_per_rank - sum(stop - start for _, start, stop in own)
+def _own_keys(keys: list[list[_HeldPiece]], own: Sequence[Piece], padding: int) -> Tensor:
+    """The key of each token of a rank; those of padding come last."""
+    found, key = list[int](), 0
+    for parts, piece in zip(keys, own, strict=True):
+        first = key + piece.start - parts[0].start
+        found += range(first, first + piece.tokens)
+        key += sum(part.tokens for part in parts)
+    return _on_host([*found, *range(key, key + padding)])
 
 
 def _needed(keys: list[list[_HeldPiece]], rank: int) -> list[_HeldPiece]:

@@ -50,8 +50,8 @@ def shard_row(
             models with recurrent layers, whose state passes from rank to rank; "ulysses" too, and
             in attention the ranks exchange heads for tokens, so P must divide the heads.
         causal: False for a model with bidirectional attention, whose labels are the tokens' own.
-        window: the widest sliding window of such a model; its layers see the tokens less than this
-            many away. A model that gets a shard for other attention raises what to pass.
+        window: the widest sliding window of the model's layers, which see the tokens less than this
+            many away. Without it those of causal layers receive all keys, and others raise.
 
     Returns:
         This rank's batch, for a model patched with `sequence_parallel_group=group`. Tensors are
@@ -69,7 +69,7 @@ def shard_row(
         ValueError: there is no layout, a tensor is not one row of T tokens, T is not a multiple of
             P, trees do not fit, the ranks hold different rows or documents (a collective compares
             them, so every rank raises), this process is not in the group, `method` is unknown, or
-            `window` is given with causal attention.
+            `window` is not positive.
         NotImplementedError: trees with method="ulysses".
 
     All ranks of the group call it. Syncs if tensors are on a device.
@@ -118,7 +118,7 @@ def shard_batch(
     refusal = _why_no_row(batch, ranks)
     if refusal is not None:
         raise ValueError(refusal)
-    _check_options(method, causal=causal, window=window)
+    _check_options(method, window)
     layout: PackedLayout = batch["packed_layout"]
     if _has_trees(batch):
         if method == "ulysses":
@@ -142,15 +142,10 @@ def shard_batch(
     return shard | {"packed_layout": own}
 
 
-def _check_options(method: str, *, causal: bool, window: int | None) -> None:
+def _check_options(method: str, window: int | None) -> None:
     if method not in get_args(Method):
         names = ", ".join(map(repr, get_args(Method)))
         raise ValueError(f"method must be one of {names}, got {method!r}; choose one.")
-    if window is not None and causal:
-        raise ValueError(
-            f"window must come with causal=False, got window={window}; leave it out, as causal "
-            "attention needs no other shard where it has windows."
-        )
     if window is not None:
         at_least("window", window, 1)
 

@@ -18,7 +18,6 @@ from flexvarlen.parallel.gather_keys import gather_keys
 from flexvarlen.parallel.key_exchange import KeyExchange
 from flexvarlen.parallel.pieces import Pieces
 from flexvarlen.parallel.plan import RowPlan
-from flexvarlen.parallel.window_exchange import WindowExchange
 
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
@@ -33,13 +32,13 @@ class RowShard:
         starts: int64 `[capacity + 1]`, on the device of the tokens: the position of each piece's
             first token in its document; 0 in spare slots, and for padding.
         exchange: what the ranks exchange for attention; None if no document of the row is cut.
-        causal: whether the exchange is for causal attention.
+        causal: whether it is for causal attention.
         hops: int64 `[3]` on the host, of a rank with the next tokens of the row: whether its first
             document comes from the rank before, whether its last one goes on at the next, and the
             slot of that one; zeros of trees; None of pieces in another order.
-        window: the widest that layers whose attention is not causal may have.
-        windows: what the ranks exchange in these layers; None without a window, or if no document
-            of the row is cut.
+        window: the widest of layers with sliding windows.
+        windowed: what the ranks exchange in these; None without a window, or if no document of the
+            row is cut.
     """
 
     rank: int
@@ -49,7 +48,7 @@ class RowShard:
     causal: bool
     hops: Tensor | None = None
     window: int | None = None
-    windows: WindowExchange | None = None
+    windowed: KeyExchange | None = None
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> RowShard:
         """The same with `move` of the tensors on the device."""
@@ -57,7 +56,7 @@ class RowShard:
             self,
             starts=move(self.starts),
             exchange=None if self.exchange is None else self.exchange.moved(move),
-            windows=None if self.windows is None else self.windows.moved(move),
+            windowed=None if self.windowed is None else self.windowed.moved(move),
         )
 
     def why_not(self, *, causal: bool, window: int | None) -> str | None:
@@ -76,20 +75,21 @@ class RowShard:
         )
 
     def layouts(
-        self, layout: PackedLayout, *, causal: bool, window: object
+        self, layout: PackedLayout, window: int | None
     ) -> tuple[PackedLayout, PackedLayout | None]:
         """Of the queries and of the keys (None: the same) that `attend` calls its function with.
 
         Args:
             layout: this shard's.
-            causal, window: the mask of the layer.
+            window: of the layer; None if it attends to all keys, or in chunks, which count from a
+                document's first token.
         """
-        if self.exchange is None:
+        exchange = self._exchange_for(window)
+        if exchange is None:
             return layout, None
-        if window is None or causal:
-            return layout, self.exchange.layout_k
-        assert self.windows is not None  # as why_not says
-        return self.windows.layout, None
+        if exchange.own_keys is not None:
+            return exchange.layout_k, None
+        return layout, exchange.layout_k
 
     def attend(
         self,
@@ -98,9 +98,7 @@ class RowShard:
         v: Tensor,
         attend: Callable[[Tensor, Tensor, Tensor], Any],
         group: ProcessGroup | None,
-        *,
-        causal: bool,
-        window: object,
+        window: int | None,
     ) -> Any:
         """What `attend` returns of a layer, with the keys that other ranks have.
 
@@ -108,14 +106,22 @@ class RowShard:
             q, k, v: `[C, H, D]` and `[C, Hkv, D]`, of the rank's own tokens.
             attend: q, k, v of `layouts` -> the output.
             group: the ranks; None: all.
-            causal, window: the mask of the layer.
+            window: as in `layouts`.
+
+        No sync; traces under `fullgraph=True`.
         """
-        if self.exchange is None:
+        exchange = self._exchange_for(window)
+        if exchange is None:
             return attend(q, k, v)
-        if window is None or causal:
-            return attend(q, *gather_keys(k, v, self.exchange, group))
-        assert self.windows is not None  # as why_not says
-        return self.windows.attend(q, k, v, attend, group)
+        k, v = gather_keys(k, v, exchange, group)
+        if exchange.own_keys is None:
+            return attend(q, k, v)
+        q = q.new_zeros(len(k), *q.shape[1:]).index_copy(0, exchange.own_keys, q)
+        return attend(q, k, v).index_select(0, exchange.own_keys)
+
+    def _exchange_for(self, window: int | None) -> KeyExchange | None:
+        reached = window is not None and self.window is not None and window <= self.window
+        return self.windowed if reached else self.exchange
 
 
 def sharded_layout(
@@ -131,7 +137,7 @@ def sharded_layout(
 
     Sizes that kernels and compiled graphs depend on are the same on all ranks, and rounded up.
     """
-    pieces, tokens_per_rank, causal = plan.pieces, plan.tokens_per_rank, plan.causal
+    pieces, tokens_per_rank = plan.pieces, plan.tokens_per_rank
     lengths = [[stop - start for _, start, stop in own] for own in pieces]
     longest = round_up_to_power_of_two(max((n for own in lengths for n in own), default=1))
     capacity = round_up_to_power_of_two(max(map(len, pieces)))
@@ -144,12 +150,11 @@ def sharded_layout(
     starts = torch.zeros(capacity + 1, dtype=torch.int64, device="cpu")
     for slot, (_, start, _) in enumerate(pieces[rank]):
         starts[slot] = start
-    exchange = KeyExchange.of(pieces, tokens_per_rank, rank, capacity=capacity, causal=causal)
-    hops = _hops(pieces, rank) if plan.contiguous else None
-    windows = None
+    exchange, windowed = KeyExchange.of(plan, rank, capacity=capacity), None
     if window is not None:
-        windows = WindowExchange.of(pieces, tokens_per_rank, rank, capacity=capacity, window=window)
-    layout.shard = RowShard(rank, len(pieces), starts, exchange, causal, hops, window, windows)
+        windowed = KeyExchange.of(plan, rank, capacity=capacity, window=window)
+    hops = _hops(pieces, rank) if plan.contiguous else None
+    layout.shard = RowShard(rank, plan.ranks, starts, exchange, plan.causal, hops, window, windowed)
     return layout.to(device)
 
 

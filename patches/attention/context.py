@@ -204,9 +204,7 @@ class PackedForward:
         attend, shard = partial(route.attend, sinks=sinks), self.layout.shard
         if shard is None:
             return attend(q, k, v)
-        out: Tensor = shard.attend(
-            q, k, v, attend, self.group, causal=kind.causal, window=kind.window
-        )
+        out: Tensor = shard.attend(q, k, v, attend, self.group, None if kind.chunk else kind.window)
         return out
 
     def route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
@@ -230,7 +228,7 @@ class PackedForward:
     def _make_route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
         layout, layout_k, shard = self.layout, None, self.layout.shard
         if shard is not None:
-            layout, layout_k = shard.layouts(layout, causal=kind.causal, window=kind.window)
+            layout, layout_k = shard.layouts(layout, None if kind.chunk else kind.window)
         call = kind.call(
             layout.device,
             dtype,

@@ -188,8 +188,8 @@ MUTATIONS = (
     Mutation(
         "shared rows: the examples that are left are counted by process",
         "patches/context_parallel_trainer.py",
-        "gathered[: state.remainder * dist.get_world_size(self.group)]",
-        "gathered[: state.remainder]",
+        "loader.remainder = examples * dist.get_world_size(self.group)",
+        "loader.remainder = examples",
         "tests/patches/test_context_parallel_trainer.py",
     ),
     Mutation(
@@ -216,7 +216,7 @@ MUTATIONS = (
     Mutation(
         "shared rows: rows are not compared",
         "patches/context_parallel_trainer.py",
-        "if found.sum() != 0:",
+        "if largest.sum() != 0:",
         "if False:",
         "tests/patches/test_context_parallel_trainer.py",
     ),

@@ -165,7 +165,7 @@ MUTATIONS = (
     Mutation(
         "parallel: the last label of a document counts",
         "flexvarlen/parallel/shard.py",
-        "shifted = shifted.masked_fill(in_no_loss.to(shifted.device), ignore_index)",
+        "shifted = shifted.masked_fill(in_no_loss.to(shifted.device), IGNORE_INDEX)",
         "shifted = shifted + 0",
         "tests/parallel/test_ulysses.py",
     ),
@@ -193,8 +193,8 @@ MUTATIONS = (
     Mutation(
         "parallel: a piece attends to the pieces behind it",
         "flexvarlen/parallel/key_exchange.py",
-        "if part.stop <= stop",
-        "if part.stop >= 0",
+        "piece.stop if plan.causal else piece.stop + reach",
+        "piece.stop + reach",
         DOCUMENTS,
     ),
     Mutation(
@@ -214,7 +214,7 @@ MUTATIONS = (
     Mutation(
         "parallel: documents are cut though all fit evenly",
         "flexvarlen/parallel/balance.py",
-        "fit = max(lengths, default=0) <= capacity",
+        "fit = max(lengths, default=0) <= tokens_per_rank",
         "fit = False",
         "tests/parallel/test_plan.py",
     ),
@@ -227,8 +227,8 @@ MUTATIONS = (
     ),
     Mutation(
         "parallel: a window to both sides begins at its piece",
-        "flexvarlen/parallel/window_exchange.py",
-        "first = key + min(start, reach)",
+        "flexvarlen/parallel/key_exchange.py",
+        "first = key + piece.start - parts[0].start",
         "first = key",
         DOCUMENTS,
     ),
@@ -236,7 +236,7 @@ MUTATIONS = (
         "parallel: an encoder's labels are counted as next tokens",
         "flexvarlen/parallel/shard.py",
         'row["shift_labels" if causal else "labels"]',
-        "_next_labels(batch, ignore_index)",
+        "_next_labels(batch)",
         DOCUMENTS,
     ),
     Mutation(

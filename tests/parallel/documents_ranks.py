@@ -19,7 +19,8 @@ import flexvarlen as fv
 from flexvarlen.parallel.documents import documents_attention
 from flexvarlen.parallel.gather_keys import gather_keys
 from flexvarlen.parallel.key_exchange import KeyExchange
-from flexvarlen.parallel.plan import plan_row
+from flexvarlen.parallel.pieces import Piece
+from flexvarlen.parallel.plan import RowPlan, plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
 from tests.parallel.sharded_models import sentences
 from tests.tiny_models import VOCABULARY, config_of, new_model
@@ -45,6 +46,7 @@ class Attention:
 
     Attributes:
         heads: of queries, and of keys and values.
+        of_shard: what is otherwise in its mask.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Attention:
     row: str
     heads: tuple[int, int] = (6, 2)
     options: dict[str, Any] = field(default_factory=dict)
+    of_shard: dict[str, Any] = field(default_factory=dict)
     compiled: bool = False
 
     def inputs(self):
@@ -71,7 +74,7 @@ class Attention:
     def share(self, group: Any) -> dict[str, Any]:
         qkv, cotangent, sinks = self.inputs()
         of_mask = {name: x for name, x in self.options.items() if name in ("causal", "window")}
-        here, layout = shard_of(ROWS[self.row], group, **of_mask)
+        here, layout = shard_of(ROWS[self.row], group, **of_mask | self.of_shard)
         leaves = [x[here].requires_grad_() for x in qkv]
         shared = [] if sinks is None else [sinks.requires_grad_()]
 
@@ -110,7 +113,7 @@ def shard_of(
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     plan = plan_row(lengths, ranks, total_tokens=TOKENS, causal=causal)
     here = torch.from_numpy(plan.order()).view(ranks, -1)[rank]
-    return here, sharded_layout(plan, rank, window=None if causal else window)
+    return here, sharded_layout(plan, rank, window=window)
 
 
 REFERENCE = {"backend": "reference"}
@@ -123,6 +126,9 @@ CALLS = (
     Attention("window", 3, "long", options={"window": 30}),
     Attention("chunk", 4, "one", options={"chunk": 25}),
     Attention("window_in_eight", 8, "mixed", options={"window": 9}),
+    Attention("window_in_two", 2, "one", options={"window": 50}, of_shard={"window": 60}),
+    Attention("window_without_its_shard", 3, "one", options={"window": 9}, of_shard={"window": 5}),
+    Attention("window_and_chunk", 3, "one", options={"window": 9, "chunk": 25}),
     Attention("all_tokens_sent", 2, "first"),
     Attention("softcap", 2, "long", options=REFERENCE | {"softcap": 5.0}),
     Attention("sinks", 3, "one", options=REFERENCE | {"sinks": True}),
@@ -305,8 +311,8 @@ def graphs(group: Any, kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def rounded_once(group: Any) -> torch.Tensor:
     """The gradient, in bf16, of keys that have three: 256 and 1 of one rank, 1 of the other."""
-    pieces = [[(0, 0, 2), (0, 6, 8)], [(0, 2, 6)]]
-    exchange = KeyExchange.of(pieces, 4, dist.get_rank(group), capacity=2)
+    pieces = (Piece(0, 0, 2), Piece(0, 6, 8)), (Piece(0, 2, 6),)
+    exchange = KeyExchange.of(RowPlan((8,), 4, pieces), dist.get_rank(group), capacity=2)
     k = torch.ones(4, 1, 16, dtype=torch.bfloat16, requires_grad=True)
     keys, _ = gather_keys(k, k, exchange, group)
     gradient = torch.ones_like(keys)
@@ -329,7 +335,7 @@ REFUSED = {
     "encoder's shard": "the layout of a shard must be made for attention with causal=True, got",
     "encoder's labels shifted": "labels of a shard must come with num_items_in_batch",
     "encoder's tuple": "return_dict must stay True with labels of a shard",
-    "window of causal attention": "window must come with causal=False, got window=9",
+    "no window": "window must be an integer of at least 1, got 0",
     "pooler": "BertModel pools documents",
     "classifier": "BertForSequenceClassification pools documents",
     "shard by itself": "layout must be of whole documents, got one rank's shard",
@@ -393,7 +399,7 @@ def refused(group: Any) -> dict[str, str]:
         "encoder's shard": lambda: model(ids, packed_layout=both_ways),
         "encoder's labels shifted": lambda: encoder(**shard | {"packed_layout": both_ways}),
         "encoder's tuple": lambda: encoder(**of_encoder, return_dict=False),
-        "window of causal attention": lambda: fv.shard_row(batch, group, window=9),
+        "no window": lambda: fv.shard_row(batch, group, window=0),
         "pooler": lambda: pooler(ids, packed_layout=both_ways),
         "classifier": lambda: classifier(ids, packed_layout=both_ways),
         "other mask": lambda: attend(own, causal=False),

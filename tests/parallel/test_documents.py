@@ -62,9 +62,9 @@ def test_ranks_attend_as_one_process(shares, case):
     ("kind", "expected"),
     [
         ("llama", {}),
-        ("qwen3_windows", {}),
+        ("qwen3_windows", {"window": 9}),
         ("qwen3_5_text", {"method": "contiguous"}),
-        ("bert", {"causal": False, "window": None}),
+        ("bert", {"causal": False}),
         ("modernbert", {"causal": False, "window": 9}),
     ],
 )

@@ -71,27 +71,30 @@ def test_the_keys_of_a_piece_are_its_documents(lengths, ranks, padding, causal, 
         assert set(received) == needed, "nothing travels that no query needs"
 
 
-@given(LENGTHS, st.integers(1, 8), st.integers(0, 9), st.integers(1, 20))
-@example([100, 1, 19], 4, 0, 5)
-def test_the_keys_of_a_window_are_those_it_reaches(lengths, ranks, padding, window):
+@given(LENGTHS, st.integers(1, 8), st.integers(0, 9), st.integers(1, 20), st.booleans())
+@example([100, 1, 19], 4, 0, 5, False)
+@example([100, 1, 19], 4, 0, 5, True)
+def test_the_keys_of_a_window_are_those_it_reaches(lengths, ranks, padding, window, causal):
     capacity = max(-(-(sum(lengths) + padding) // ranks), 1)
-    plan = plan_row(lengths, ranks, total_tokens=capacity * ranks, causal=False)
-    shards = [sharded_layout(plan, r, window=window).shard for r in range(ranks)]
+    plan = plan_row(lengths, ranks, total_tokens=capacity * ranks, causal=causal)
+    keys = [sharded_layout(plan, r, window=window).shard.windowed for r in range(ranks)]
     if not plan.cut_documents:
-        assert all(shard.windows is None for shard in shards)
+        assert keys == [None] * ranks
         return
     own = plan.order().reshape(ranks, -1).tolist()
     begins = np.cumsum([0, *lengths])
-    keys = [shard.windows.keys for shard in shards]
     for rank, received in enumerate(exchanged(keys, own)):
         rows = rows_of_keys(keys[rank], own[rank], received)
         bounds = keys[rank].layout_k.cu_seqlens.tolist()
         for slot, (document, start, stop) in enumerate(plan.pieces[rank]):
             first = max(0, start - window + 1)
-            last = min(lengths[document], stop + window - 1)
+            last = stop if causal else min(lengths[document], stop + window - 1)
             expected = list(range(begins[document] + first, begins[document] + last))
             assert rows[bounds[slot] : bounds[slot + 1]] == expected
-        places = shards[rank].windows.own_keys.tolist()
+        if causal:
+            assert keys[rank].own_keys is None
+            continue
+        places = keys[rank].own_keys.tolist()
         assert len(set(places)) == capacity, "each query has a row of its own"
         real = capacity - plan.padding(rank)
         assert [rows[place] for place in places[:real]] == own[rank][:real]
