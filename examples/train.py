@@ -76,7 +76,9 @@ def packed_rows(tokenizer: Any, texts: tuple[str, ...], tokens: int) -> list[lis
     return [[cut[index] for index in row] for row in rows]
 
 
-def find_checkpoint(out: Path, run: dict[str, int], resume: bool) -> tuple[Path | None, dict]:
+def find_checkpoint(
+    out: Path, settings: dict[str, int], resume: bool
+) -> tuple[Path | None, dict[str, int]]:
     """The newest checkpoint of this run and its progress; None and step 0 in a fresh run."""
     found = sorted(out.glob("checkpoint-[0-9]*"), key=lambda path: int(path.name.split("-")[1]))
     if found and not resume:
@@ -84,11 +86,12 @@ def find_checkpoint(out: Path, run: dict[str, int], resume: bool) -> tuple[Path 
     if resume and not found:
         raise typer.BadParameter(f"out must hold a checkpoint, got {out}; leave out --resume.")
     if not resume:
-        return None, {"step": 0, "epoch": 0, "batch": 0, **run}
+        return None, {"step": 0, "epoch": 0, "batch": 0, **settings}
     progress = json.loads((found[-1] / "progress.json").read_text())
-    if (saved := {name: progress.get(name) for name in run}) != run:
+    if (saved := {name: progress.get(name) for name in settings}) != settings:
         raise typer.BadParameter(
-            f"settings must be the checkpoint's, {saved}, got {run}; use them, or another --out."
+            f"settings must be the checkpoint's, {saved}, got {settings}; use them, or another "
+            "--out."
         )
     return found[-1], progress
 
@@ -141,14 +144,20 @@ def main(
     if groups * context_parallel != ranks or tokens % context_parallel:
         raise typer.BadParameter(
             f"context_parallel must divide the {ranks} processes and the {tokens} tokens of a row, "
-            f"got {context_parallel}; start more by accelerate launch --num_processes."
+            f"got {context_parallel}; pass a common divisor, or start more processes."
         )
-    run = {"processes": ranks, "tokens": tokens, "accumulate": accumulate, "seed": seed}
-    run["context_parallel"] = context_parallel
-    run |= {"rows": len(rows), "rows_crc32": zlib.crc32(json.dumps(rows).encode())}
-    if len({*gather_object([run["rows_crc32"]])}) > 1:
+    settings = {
+        "processes": ranks,
+        "context_parallel": context_parallel,
+        "tokens": tokens,
+        "accumulate": accumulate,
+        "seed": seed,
+        "rows": len(rows),
+        "rows_crc32": zlib.crc32(json.dumps(rows).encode()),
+    }
+    if len({*gather_object([settings["rows_crc32"]])}) > 1:
         raise typer.BadParameter("data and model must be the same files for all processes.")
-    checkpoint, progress = find_checkpoint(out, run, resume)
+    checkpoint, progress = find_checkpoint(out, settings, resume)
     rows += [[[pad]]] * (-len(rows) % groups)  # a single token has no label
     lengths = [[len(document) for document in row] for row in rows]
 
@@ -162,12 +171,10 @@ def main(
         max_seqlen_bound=max(map(max, lengths)),
         pad_token_id=pad,
     )
-
-    options = fv.shard_options(network)
+    options, rank = fv.shard_options(network), accelerator.process_index % context_parallel
 
     def collate(documents: Any) -> dict[str, Any]:
         row = collate_row(documents)
-        rank = accelerator.process_index % context_parallel
         return fv.shard_batch(row, rank, context_parallel, **options) if sharing else row
 
     sampler = fv.BalancedSampler(lengths, num_replicas=groups, seed=seed)
@@ -179,7 +186,7 @@ def main(
     loader = prepare_data_loader(
         loader, accelerator.device, groups, group_index, put_on_device=True, non_blocking=on_gpu
     )
-    called = torch.compile(network) if compile else network
+    compiled = torch.compile(network) if compile else network
     accelerator.register_for_checkpointing(schedule)
     if checkpoint:
         accelerator.load_state(str(checkpoint))
@@ -197,14 +204,14 @@ def main(
     while progress["step"] < steps:
         loader.set_epoch(progress["epoch"])
         batches = iter(accelerator.skip_first_batches(loader, progress["batch"]))
-        while progress["step"] < steps and (group := list(islice(batches, accumulate))):
-            sums = backward(accelerator, network, called, group)
+        while progress["step"] < steps and (of_step := list(islice(batches, accumulate))):
+            sums = backward(accelerator, network, compiled, of_step)
             accelerator.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             progress["step"] += 1
-            progress["batch"] += len(group)
+            progress["batch"] += len(of_step)
             begin = log(accelerator, out, progress["step"], sums, begin)
             if progress["step"] % save_every == 0 or progress["step"] == steps:
                 save(accelerator, out, progress)
@@ -214,26 +221,28 @@ def main(
     accelerator.end_training()
 
 
-def backward(accelerator: Accelerator, network: Any, called: Any, rows: list[Any]) -> torch.Tensor:
+def backward(
+    accelerator: Accelerator, network: Any, compiled: Any, batches: list[Any]
+) -> torch.Tensor:
     """Gradients of the mean over the predicted tokens of all rows and ranks.
 
     Args:
         network: the wrapped model.
-        called: the same, perhaps compiled.
-        rows: this rank's batches of the step.
+        compiled: the same, perhaps compiled.
+        batches: this rank's of the step.
 
     Returns:
         This rank's part of the loss, and its number of predicted tokens, `[2]`.
     """
-    here = torch.stack([(batch["labels"] != -100).sum() for batch in rows]).sum()
-    count = accelerator.reduce(here, "sum")
+    num_labels = torch.stack([(batch["labels"] != -100).sum() for batch in batches]).sum()
+    count = accelerator.reduce(num_labels, "sum")
     loss = torch.zeros((), device=accelerator.device)
-    for batch in rows:
-        with nullcontext() if batch is rows[-1] else accelerator.no_sync(network):
-            part = called(**batch | {"num_items_in_batch": count}).loss
+    for batch in batches:
+        with nullcontext() if batch is batches[-1] else accelerator.no_sync(network):
+            part = compiled(**batch | {"num_items_in_batch": count}).loss
             accelerator.backward(part * accelerator.num_processes)  # DDP takes the mean
         loss += part.detach()
-    return torch.stack([loss, here])
+    return torch.stack([loss, num_labels])
 
 
 def save_model(accelerator: Accelerator, network: Any, tokenizer: Any, out: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def step(model, called, batch):
 
 def train(rank: int, port: int, folder: str) -> None:
     """Each model on the row alone, and on shards of it; groups are all GPUs, then pairs."""
+    os.environ["TRITON_CACHE_AUTOTUNING"] = "1"  # fla's kernels are tuned once for all launches
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group(
