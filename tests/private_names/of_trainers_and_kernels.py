@@ -58,8 +58,12 @@ ACCELERATE = (
     Name("accelerate.Accelerator._prepare_one", _SHARES, says="self.prepare_data_loader"),
     *(
         Name(f"accelerate.Accelerator.{name}", _SHARES)
-        for name in ("gather_for_metrics", "device_placement", "rng_types")
+        for name in ("device_placement", "rng_types")
     ),
+    Name(
+        "accelerate.Accelerator.gather_for_metrics", _SHARES, says="self.gradient_state.remainder"
+    ),
+    Name("accelerate.state.GradientState.active_dataloader", _SHARES),
     Name(
         "accelerate.utils.compile_regions",
         "patches/forward/wrapper.py",

@@ -352,6 +352,7 @@ TRANSFORMERS = (
     Name("transformers.Trainer._prepare_inputs", _TRAINERS),
     Name("transformers.Trainer.get_total_train_batch_size", _SHARES),
     Name("transformers.Trainer.gather_function", _SHARES),
+    Name("transformers.Trainer.get_batch_samples", _SHARES),
     *(Name(f"transformers.Trainer.get_{name}_size", _SHARES) for name in ("tp", "cp", "sp")),
     Name("transformers.Trainer.model_accepts_loss_kwargs", _SHARES),
     Name("transformers.Trainer.is_deepspeed_enabled", _SHARES),
