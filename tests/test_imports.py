@@ -217,3 +217,32 @@ def test_names_are_registered_whoever_is_imported_first(first):
     program = f"{first}\n{REGISTERED}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+WITHOUT_DISTRIBUTED = """
+import sys
+
+class BeforeDistributed:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "torch.distributed":
+            for init in ("_c10d_init", "_rpc_init", "_dist_autograd_init"):
+                delattr(sys.modules["torch._C"], init)
+
+sys.meta_path.insert(0, BeforeDistributed)
+import torch
+import flexvarlen as fv
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+assert not torch.distributed.is_available()
+sizes = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+model = fv.patch_model(AutoModelForCausalLM.from_config(LlamaConfig(**sizes)))
+model(torch.ones(1, 5, dtype=torch.int64), packed_layout=fv.PackedLayout.from_lengths([2, 3]))
+"""
+
+
+def test_a_torch_built_without_distributed():
+    """As builds for some boards are."""
+    code = [sys.executable, "-c", WITHOUT_DISTRIBUTED]
+    done = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
