@@ -214,6 +214,9 @@ class ScalingRanks(Suite[LaunchedCase]):
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         return tables.tables(records)
 
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        return tables.page_tables(records)
+
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         drawn = tables.draw(records, folder)
         return [] if drawn is None else [drawn]

@@ -27,19 +27,21 @@ def groups_of(records: Sequence[Record], *variants: str) -> list[list[Record]]:
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """A table of each group."""
+    one = [r for r in records if r.case.get("row", "one") == "one"]
+    groups = (
+        (training_table, groups_of(one, *NAMES)),
+        (attention_table, groups_of(one, "documents", "ulysses")),
+        (sequence_table, groups_of(one, "sequence")),
+    )
+    others = [make(group) for make, found in groups for group in found]
+    return others + page_tables(records)
+
+
+def page_tables(records: Sequence[Record]) -> list[Table]:
+    """Models and trainers on rows over all ranks; a chart shows those with rows of their own."""
     compared = [r for r in records if r.case.get("row", "one") != "one"]
-    others = [r for r in records if r not in compared]
-    return [
-        make(group)
-        for make, variants, of in (
-            (training_table, tuple(NAMES), others),
-            (attention_table, ("documents", "ulysses"), others),
-            (row_table, ("sequence", "sequence-ulysses"), compared),
-            (sequence_table, ("sequence",), others),
-            (trainer_table, tuple(TRAINERS), others),
-        )
-        for group in groups_of(of, *variants)
-    ]
+    rows = groups_of(compared, "sequence", "sequence-ulysses")
+    return [*map(row_table, rows), *map(trainer_table, groups_of(records, *TRAINERS))]
 
 
 def efficiency_of(record: Record, records: Sequence[Record]) -> float | None:
