@@ -56,10 +56,12 @@ def documents_attention(
             "with sharded_layout or fv.shard_row."
         )
     mask = {"causal": options.get("causal", True), "window": options.get("window")}
-    refused = ["layout_k", "align", "prefix", "batch_invariant"]
+    refused = ["layout_k", "align", "prefix"]
     refused += [] if mask["causal"] else ["chunk"]
-    refused += ["return_lse"] if mask["window"] is not None and not mask["causal"] else []
-    refused = [name for name in refused if options.get(name) not in (None, False)]
+    refused = [name for name in refused if options.get(name) is not None]
+    two_sided = mask["window"] is not None and not mask["causal"]
+    refused += ["return_lse"] if two_sided and options.get("return_lse") else []
+    refused += ["batch_invariant"] if options.get("batch_invariant") else []
     refused += ["window (left, right)"] if isinstance(mask["window"], tuple | list) else []
     if refused:
         raise NotImplementedError(

@@ -19,9 +19,11 @@ Imports: torch. Never transformers.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -85,16 +87,16 @@ class KeyExchange:
             capacity=capacity,
             max_seqlen_bound=round_up_to_power_of_two(max(n for own in lengths for n in own)),
         )
-        senders = [part.rank for parts in needed for part in parts]
+        senders = [sent.rank for of_rank in needed for sent in of_rank]
         sends = [
-            (part.token, other, part.tokens)
-            for other, parts in enumerate(needed)
-            for part in parts
-            if part.rank == rank
+            (sent.start, other, sent.tokens)
+            for other, of_other in enumerate(needed)
+            for sent in of_other
+            if sent.rank == rank
         ]
         received = [0] * len(pieces)
-        for part in needed[rank]:
-            received[part.rank] += part.tokens
+        for sent in needed[rank]:
+            received[sent.rank] += sent.tokens
         return cls(
             layout_k,
             runs=_table(
@@ -170,23 +172,46 @@ def _own_keys(keys: list[list[_HeldPiece]], own: Sequence[Piece], padding: int) 
     return _on_host([*found, *range(key, key + padding)])
 
 
-def _needed(keys: list[list[_HeldPiece]], rank: int) -> list[_HeldPiece]:
+class _Sent(NamedTuple):
+    """Tokens `start:stop` of a rank, which it sends."""
+
+    rank: int
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+def _needed(keys: list[list[_HeldPiece]], rank: int) -> list[_Sent]:
     """What a rank receives, once each, by the rank that sends it."""
-    others = {part for parts in keys for part in parts if part.rank != rank}
-    return sorted(others, key=lambda part: (part.rank, part.token))
+    found: list[_Sent] = []
+    for part in sorted((part for parts in keys for part in parts), key=_place):
+        sent = _Sent(part.rank, part.token, part.token + part.tokens)
+        if found and found[-1].rank == part.rank and part.token <= found[-1].stop:  # of two windows
+            found[-1] = found[-1]._replace(stop=max(found[-1].stop, sent.stop))
+        elif part.rank != rank:
+            found.append(sent)
+    return found
+
+
+def _place(part: _HeldPiece) -> tuple[int, int]:
+    return part.rank, part.token
 
 
 def _runs(
-    keys: list[list[_HeldPiece]], needed: list[_HeldPiece], rank: int, tokens: int
+    keys: list[list[_HeldPiece]], needed: list[_Sent], rank: int, tokens: int
 ) -> list[tuple[int, int, int]]:
     """(token, key, tokens) of the gathered keys; adjacent ones, of whole documents, are one run."""
-    arrivals, arrived = {}, tokens
-    for part in needed:
-        arrivals[part] = arrived
-        arrived += part.tokens
+    firsts = [(sent.rank, sent.start) for sent in needed]
+    arrivals = [*accumulate((sent.tokens for sent in needed), initial=tokens)]
     found = [(0, 0, 0)]
     for part in (part for parts in keys for part in parts):
-        token = part.token if part.rank == rank else arrivals[part]
+        token = part.token
+        if part.rank != rank:
+            at = bisect_right(firsts, _place(part)) - 1
+            token += arrivals[at] - needed[at].start
         start, key, length = found[-1]
         if start + length == token != tokens:  # no run is of own and of received tokens
             found[-1] = start, key, length + part.tokens

@@ -29,13 +29,14 @@ class RowShard:
 
     Attributes:
         rank, ranks: which of how many.
+        method: how the row is divided: "documents", "contiguous" (each rank has the next tokens) or
+            "trees" (whole ones).
         starts: int64 `[capacity + 1]`, on the device of the tokens: the position of each piece's
             first token in its document; 0 in spare slots, and for padding.
         exchange: what the ranks exchange for attention; None if no document of the row is cut.
         causal: whether it is for causal attention.
-        hops: int64 `[3]` on the host, of a rank with the next tokens of the row: whether its first
-            document comes from the rank before, whether its last one goes on at the next, and the
-            slot of that one; zeros of trees; None of pieces in another order.
+        hops: int64 `[3]` on the host, of contiguous ranks: whether the first document comes from
+            the rank before, whether the last one goes on at the next, and the slot of that one.
         window: the widest of layers with sliding windows.
         windowed: what the ranks exchange in these; None without a window, or if no document of the
             row is cut.
@@ -43,6 +44,7 @@ class RowShard:
 
     rank: int
     ranks: int
+    method: str
     starts: Tensor
     exchange: KeyExchange | None
     causal: bool
@@ -153,8 +155,17 @@ def sharded_layout(
     exchange, windowed = KeyExchange.of(plan, rank, capacity=capacity), None
     if window is not None:
         windowed = KeyExchange.of(plan, rank, capacity=capacity, window=window)
-    hops = _hops(pieces, rank) if plan.contiguous else None
-    layout.shard = RowShard(rank, plan.ranks, starts, exchange, plan.causal, hops, window, windowed)
+    layout.shard = RowShard(
+        rank,
+        plan.ranks,
+        method="contiguous" if plan.contiguous else "documents",
+        starts=starts,
+        exchange=exchange,
+        causal=plan.causal,
+        hops=_hops(pieces, rank) if plan.contiguous else None,
+        window=window,
+        windowed=windowed,
+    )
     return layout.to(device)
 
 

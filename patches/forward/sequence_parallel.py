@@ -150,8 +150,7 @@ def _check_layout(
 def _check_attention(layout: PackedLayout, parts: ModelParts) -> None:
     """Raise unless the shard was made for the model's kinds of layers."""
     shard = layout.shard
-    in_order = shard is not None and shard.hops is not None
-    if parts.recurrent and not in_order:
+    if parts.recurrent and (shard is None or shard.method == "documents"):
         raise ValueError(
             "a model with recurrent layers must get the next tokens of the row on each rank, got "
             "another shard; call fv.shard_row(batch, group, **fv.shard_options(model))."

@@ -324,6 +324,7 @@ def rounded_once(group: Any) -> torch.Tensor:
 REFUSED = {
     "whole row": "layout must be the shard of rank",
     "prefix": "documents_attention has no prefix; leave it out",
+    "prefixes": "documents_attention has no prefix; leave it out",
     "chunks to both sides": "documents_attention has no chunk; leave it out",
     "invariant attention": "documents_attention has no batch_invariant; leave it out",
     "batch of one rank": "input_ids must be one row, [1, 120], got [1, 119]; leave it out",
@@ -387,6 +388,7 @@ def refused(group: Any) -> dict[str, str]:
     calls = {
         "whole row": lambda: attend(whole),
         "prefix": lambda: attend(own, prefix=3),
+        "prefixes": lambda: attend(own, prefix=torch.tensor([1, 0, 0])),
         "chunks to both sides": lambda: attend(both_ways, chunk=5, causal=False),
         "invariant attention": lambda: attend(own, batch_invariant=True),
         "batch of one rank": lambda: fv.shard_row(

@@ -84,7 +84,9 @@ def test_the_keys_of_a_window_are_those_it_reaches(lengths, ranks, padding, wind
     own = plan.order().reshape(ranks, -1).tolist()
     begins = np.cumsum([0, *lengths])
     for rank, received in enumerate(exchanged(keys, own)):
+        assert len(received) == len(set(received)), "each key travels once to a rank"
         rows = rows_of_keys(keys[rank], own[rank], received)
+        assert set(received) == set(rows) - {None} - set(own[rank]), "and if a query needs it"
         bounds = keys[rank].layout_k.cu_seqlens.tolist()
         for slot, (document, start, stop) in enumerate(plan.pieces[rank]):
             first = max(0, start - window + 1)
@@ -101,19 +103,19 @@ def test_the_keys_of_a_window_are_those_it_reaches(lengths, ranks, padding, wind
         assert all(bounds[-1] <= place < len(rows) for place in places[real:]), "padding"
 
 
-@given(LENGTHS, st.integers(2, 16))
-def test_sizes_are_the_same_on_all_ranks(lengths, ranks):
+@given(LENGTHS, st.integers(2, 16), st.booleans(), st.booleans(), st.integers(1, 20))
+def test_sizes_are_the_same_on_all_ranks(lengths, ranks, causal, contiguous, window):
     """Else a compiled graph of one rank would wait for the compilation of another."""
     capacity = max(-(-sum(lengths) // ranks), 1)
-    plan = plan_row(lengths, ranks, total_tokens=capacity * ranks)
-    layouts = [sharded_layout(plan, rank) for rank in range(ranks)]
+    total = capacity * ranks
+    plan = plan_row(lengths, ranks, total_tokens=total, contiguous=contiguous, causal=causal)
+    layouts = [sharded_layout(plan, rank, window=window) for rank in range(ranks)]
 
     def sizes(layout):
-        exchange = layout.shard.exchange
-        found = [layout.capacity, layout.max_seqlen_bound, exchange is None]
-        if exchange is not None:
+        found = [layout.capacity, layout.max_seqlen_bound]
+        for exchange in filter(None, (layout.shard.exchange, layout.shard.windowed)):
             k = exchange.layout_k
-            found += [k.total_tokens, k.capacity, k.max_seqlen_bound]
+            found += [k.total_tokens, k.capacity, k.max_seqlen_bound, exchange.own_keys is None]
             found += [exchange.runs.shape, exchange.sends.shape, exchange.received.shape]
         return found
 

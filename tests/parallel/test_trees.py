@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import flexvarlen as fv
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.shard import shard_batch
+from flexvarlen.recurrent.documents import RecurrentDocuments
 
 # For each tree the lengths of its segments: the root, its two branches, and theirs.
 TREES = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=8)
@@ -29,6 +30,16 @@ def row_of(trees, total_tokens):
                 parents.append(place[above[-1]] if above else -1)
     layout = PackedLayout.from_tree(lengths, parents, total_tokens=total_tokens, max_depth=3)
     return {"input_ids": torch.arange(total_tokens)[None], "packed_layout": layout}
+
+
+@pytest.mark.parametrize("other", [[5, 6, 9, 9], [7, 8, 9]], ids=["shared", "nothing shared"])
+def test_a_row_whose_samples_share_nothing_is_like_the_others(other):
+    """Its layout has no segments; recurrent layers run, and its trees are whole, as in any."""
+    collate = fv.TreeCollator(total_tokens=20, capacity=4, max_seqlen_bound=10)
+    row = collate([{"input_ids": ids, "labels": ids} for ids in ([5, 6, 7, 8], other)])
+    layout = shard_batch(row, 0, 2, method="contiguous")["packed_layout"]
+    assert not RecurrentDocuments(layout, group="0").over_ranks
+    assert len(layout.split(torch.zeros(10, 2))) == 1
 
 
 def test_a_rank_without_a_tree_says_so():
