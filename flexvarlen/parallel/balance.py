@@ -23,7 +23,7 @@ from itertools import accumulate
 from flexvarlen.parallel.pieces import Piece, Pieces, attention_work, longest_first
 
 EVEN = 0.05
-"""A plan without cuts is taken if no rank has more work than the mean by this fraction of it."""
+"""The longest documents go first if then no rank has more work than the mean by this fraction."""
 
 LINEAR_WORK = 8192
 """Work of a token in the linear layers, in pairs of a query and a key.

@@ -55,24 +55,23 @@ def documents_attention(
             f"layout must be the shard of rank {here[0]} of {here[1]}, got {layout!r}; make it "
             "with sharded_layout or fv.shard_row."
         )
-    mask = {"causal": options.get("causal", True), "window": options.get("window")}
-    refused = ["layout_k", "align", "prefix"]
-    refused += [] if mask["causal"] else ["chunk"]
-    refused = [name for name in refused if options.get(name) is not None]
-    two_sided = mask["window"] is not None and not mask["causal"]
-    refused += ["return_lse"] if two_sided and options.get("return_lse") else []
-    refused += ["batch_invariant"] if options.get("batch_invariant") else []
-    refused += ["window (left, right)"] if isinstance(mask["window"], tuple | list) else []
+    causal, window = options.get("causal", True), options.get("window")
+    names = ["layout_k", "align", "prefix", "batch_invariant"]
+    names += [] if causal else ["chunk"]
+    names += ["return_lse"] if window is not None and not causal else []
+    given = {name for name, x in options.items() if x is not None and x is not False}
+    refused = [name for name in names if name in given]
+    refused += ["window (left, right)"] if isinstance(window, tuple | list) else []
     if refused:
         raise NotImplementedError(
             f"documents_attention has no {', '.join(refused)}; leave it out, or attend to whole "
             "rows on each rank."
         )
-    why = shard.why_not(**mask)
+    why = shard.why_not(causal=causal, window=window)
     if why is not None:
         raise ValueError(why)
-    window = None if options.get("chunk") else mask["window"]
-    layout_q, layout_k = shard.layouts(layout, window)
+    mask = window, options.get("chunk")
+    layout_q, layout_k = shard.layouts(layout, *mask)
     attend = partial(packed_attention, layout=layout_q, layout_k=layout_k, **options)
-    out: Tensor | tuple[Tensor, Tensor] = shard.attend(q, k, v, attend, group, window)
+    out: Tensor | tuple[Tensor, Tensor] = shard.attend(q, k, v, attend, group, *mask)
     return out

@@ -89,7 +89,7 @@ class KeyExchange:
         )
         senders = [sent.rank for of_rank in needed for sent in of_rank]
         sends = [
-            (sent.start, other, sent.tokens)
+            (sent.token, other, sent.tokens)
             for other, of_other in enumerate(needed)
             for sent in of_other
             if sent.rank == rank
@@ -173,45 +173,39 @@ def _own_keys(keys: list[list[_HeldPiece]], own: Sequence[Piece], padding: int) 
 
 
 class _Sent(NamedTuple):
-    """Tokens `start:stop` of a rank, which it sends."""
+    """What a rank sends: this many tokens from `token` on."""
 
     rank: int
-    start: int
-    stop: int
-
-    @property
-    def tokens(self) -> int:
-        return self.stop - self.start
+    token: int
+    tokens: int
 
 
 def _needed(keys: list[list[_HeldPiece]], rank: int) -> list[_Sent]:
     """What a rank receives, once each, by the rank that sends it."""
+    others = (part for parts in keys for part in parts if part.rank != rank)
     found: list[_Sent] = []
-    for part in sorted((part for parts in keys for part in parts), key=_place):
-        sent = _Sent(part.rank, part.token, part.token + part.tokens)
-        if found and found[-1].rank == part.rank and part.token <= found[-1].stop:  # of two windows
-            found[-1] = found[-1]._replace(stop=max(found[-1].stop, sent.stop))
-        elif part.rank != rank:
-            found.append(sent)
+    for sender, token, tokens in sorted((part.rank, part.token, part.tokens) for part in others):
+        last = found[-1] if found else None
+        if last and last.rank == sender and token <= last.token + last.tokens:
+            more = token + tokens - last.token  # windows of two pieces may overlap
+            found[-1] = last._replace(tokens=max(last.tokens, more))
+        else:
+            found.append(_Sent(sender, token, tokens))
     return found
-
-
-def _place(part: _HeldPiece) -> tuple[int, int]:
-    return part.rank, part.token
 
 
 def _runs(
     keys: list[list[_HeldPiece]], needed: list[_Sent], rank: int, tokens: int
 ) -> list[tuple[int, int, int]]:
     """(token, key, tokens) of the gathered keys; adjacent ones, of whole documents, are one run."""
-    firsts = [(sent.rank, sent.start) for sent in needed]
+    firsts = [(sent.rank, sent.token) for sent in needed]
     arrivals = [*accumulate((sent.tokens for sent in needed), initial=tokens)]
     found = [(0, 0, 0)]
     for part in (part for parts in keys for part in parts):
         token = part.token
         if part.rank != rank:
-            at = bisect_right(firsts, _place(part)) - 1
-            token += arrivals[at] - needed[at].start
+            at = bisect_right(firsts, (part.rank, part.token)) - 1
+            token += arrivals[at] - needed[at].token
         start, key, length = found[-1]
         if start + length == token != tokens:  # no run is of own and of received tokens
             found[-1] = start, key, length + part.tokens

@@ -232,7 +232,7 @@ def _require_same_row(
 
     A rank whose batch is refused still takes part in the collective, so the others do not hang.
     """
-    mine = refusal
+    mine = ""
     if refusal is None:
         layout = batch["packed_layout"]
         numbers = {name: x for name, x in batch.items() if isinstance(x, int | float)}

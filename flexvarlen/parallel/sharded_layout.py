@@ -77,16 +77,15 @@ class RowShard:
         )
 
     def layouts(
-        self, layout: PackedLayout, window: int | None
+        self, layout: PackedLayout, window: int | None, chunk: int | None
     ) -> tuple[PackedLayout, PackedLayout | None]:
         """Of the queries and of the keys (None: the same) that `attend` calls its function with.
 
         Args:
             layout: this shard's.
-            window: of the layer; None if it attends to all keys, or in chunks, which count from a
-                document's first token.
+            window, chunk: the mask of the layer.
         """
-        exchange = self._exchange_for(window)
+        exchange = self._exchange_for(window, chunk)
         if exchange is None:
             return layout, None
         if exchange.own_keys is not None:
@@ -101,6 +100,7 @@ class RowShard:
         attend: Callable[[Tensor, Tensor, Tensor], Any],
         group: ProcessGroup | None,
         window: int | None,
+        chunk: int | None,
     ) -> Any:
         """What `attend` returns of a layer, with the keys that other ranks have.
 
@@ -108,11 +108,11 @@ class RowShard:
             q, k, v: `[C, H, D]` and `[C, Hkv, D]`, of the rank's own tokens.
             attend: q, k, v of `layouts` -> the output.
             group: the ranks; None: all.
-            window: as in `layouts`.
+            window, chunk: the mask of the layer.
 
         No sync; traces under `fullgraph=True`.
         """
-        exchange = self._exchange_for(window)
+        exchange = self._exchange_for(window, chunk)
         if exchange is None:
             return attend(q, k, v)
         k, v = gather_keys(k, v, exchange, group)
@@ -121,9 +121,11 @@ class RowShard:
         q = q.new_zeros(len(k), *q.shape[1:]).index_copy(0, exchange.own_keys, q)
         return attend(q, k, v).index_select(0, exchange.own_keys)
 
-    def _exchange_for(self, window: int | None) -> KeyExchange | None:
-        reached = window is not None and self.window is not None and window <= self.window
-        return self.windowed if reached else self.exchange
+    def _exchange_for(self, window: int | None, chunk: int | None) -> KeyExchange | None:
+        """Chunks count from a document's first token, so they need all keys before."""
+        if window is None or self.window is None or window > self.window or chunk is not None:
+            return self.exchange
+        return self.windowed
 
 
 def sharded_layout(

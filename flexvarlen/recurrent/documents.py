@@ -100,15 +100,17 @@ class RecurrentDocuments:
         self.previous = torch.where(tokens == starts[slots], first, tokens - 1)
         shard = layout.shard
         self.hops, self.group = None, group
-        self.over_ranks = shard is not None and shard.method == "contiguous"
-        if self.over_ranks and total_tokens < REACH:
-            raise ValueError(
-                f"each rank must have at least the {REACH} tokens that a convolution reaches back, "
-                f"got {total_tokens}; pack longer rows, or use fewer ranks."
-            )
-        if shard is not None and shard.exchange is not None:
-            self.hops = shard.hops
-            self.previous = _with_tokens_before(self.previous, shard.starts[0])
+        self.over_ranks = False
+        if shard is not None and shard.method == "contiguous":
+            self.over_ranks = True
+            if total_tokens < REACH:
+                raise ValueError(
+                    f"each rank must have at least the {REACH} tokens that a convolution reaches "
+                    f"back, got {total_tokens}; pack longer rows, or use fewer ranks."
+                )
+            if shard.exchange is not None:
+                self.hops = shard.hops
+                self.previous = _with_tokens_before(self.previous, shard.starts[0])
         self.branches = None if segments is None else Branches.of(segments, total_tokens)
         has_branches = segments is not None and total_tokens > 0
         self.next_tokens = _next_tokens(starts, self.previous) if has_branches else None

@@ -201,10 +201,11 @@ class PackedForward:
             refuse_forward_mode(route.backend.name, q, k, v, sinks)
         if self.exchanges_heads:
             return attend_sharded(q, k, v, sinks, route.attend, self.group)
-        attend, shard = partial(route.attend, sinks=sinks), self.layout.shard
+        shard = self.layout.shard
         if shard is None:
-            return attend(q, k, v)
-        out: Tensor = shard.attend(q, k, v, attend, self.group, None if kind.chunk else kind.window)
+            return route.attend(q, k, v, sinks)
+        attend = partial(route.attend, sinks=sinks)
+        out: Tensor = shard.attend(q, k, v, attend, self.group, kind.window, kind.chunk)
         return out
 
     def route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
@@ -228,7 +229,7 @@ class PackedForward:
     def _make_route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
         layout, layout_k, shard = self.layout, None, self.layout.shard
         if shard is not None:
-            layout, layout_k = shard.layouts(layout, None if kind.chunk else kind.window)
+            layout, layout_k = shard.layouts(layout, kind.window, kind.chunk)
         call = kind.call(
             layout.device,
             dtype,

@@ -105,6 +105,11 @@ GEOMETRY_TITLES = {
 """For headings; the tiny ones go by their own names."""
 
 
+def is_hybrid(geometry: str) -> bool:
+    """Whether its models have recurrent layers."""
+    return geometry.startswith("qwen3.5")
+
+
 @dataclass(frozen=True)
 class GeometryCase(FrozenCase):
     """A case of a model with random weights.

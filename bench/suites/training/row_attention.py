@@ -20,7 +20,7 @@ from torch import Tensor
 import flexvarlen as fv
 from flexvarlen.bench.suites.attention.inputs import Inputs
 from flexvarlen.bench.suites.model.geometries import log_normal_lengths
-from flexvarlen.bench.suites.training.ranks import Measured, largest, seconds_of
+from flexvarlen.bench.suites.training.ranks import Measured, first_reason, largest, seconds_of
 from flexvarlen.parallel.documents import documents_attention
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
@@ -78,9 +78,7 @@ def measure_attention(case: AttentionCase, method: str, device: torch.device) ->
     errors, reason = compare(whole, lengths, single, together, kv_head)
     measures: dict[str, Any] = dict(zip(errors, largest([*errors.values()], device), strict=True))
     measures |= {"documents": len(lengths), "longest_document": max(lengths)}
-    reasons: list[str | None] = [None] * case.ranks
-    dist.all_gather_object(reasons, reason)  # no rank may return alone
-    reason = next(filter(None, reasons), None)
+    reason = first_reason(reason)
     if reason is not None:
         return "wrong", reason, measures
     calls: dict[str, Callable[[], object]] = {}

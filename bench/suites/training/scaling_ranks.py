@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from flexvarlen.bench.suites import FrozenCase
-from flexvarlen.bench.suites.model.geometries import GeometryCase
+from flexvarlen.bench.suites.model.geometries import GeometryCase, is_hybrid
 from flexvarlen.bench.suites.training import scaling_ranks_tables as tables
 from flexvarlen.report.records import Record
 from flexvarlen.report.table import Table
@@ -122,7 +122,7 @@ class SequenceCase(RanksCase, GeometryCase):
     @property
     def hybrid(self) -> bool:
         """Whether the model has recurrent layers."""
-        return self.geometry.startswith("qwen3.5")
+        return is_hybrid(self.geometry)
 
 
 @dataclass(frozen=True)

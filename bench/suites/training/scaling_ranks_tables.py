@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from flexvarlen.bench.suites.model.geometries import is_hybrid
 from flexvarlen.bench.suites.model.tables import made, model_title, number
 from flexvarlen.report.figure import bars, chart, save
 from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
@@ -97,7 +98,7 @@ ROW = made("tokens of the row", _row, outcome=True)
 
 
 def _method(record: Record) -> str:
-    if (record.case.get("geometry") or "").startswith("qwen3.5"):  # has recurrent layers
+    if is_hybrid(record.case.get("geometry", "")):
         return "the row's order"
     return CUT_BY.get(record.case["variant"], "heads (Ulysses)")
 

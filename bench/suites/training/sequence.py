@@ -26,6 +26,7 @@ from flexvarlen.bench.suites.training.first_step import (
 from flexvarlen.bench.suites.training.ranks import (
     Measured,
     data_parallel,
+    first_reason,
     largest,
     new_optimizer,
     patched_model,
@@ -54,9 +55,7 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
         method = "ulysses"
     loss = _step(wrapped, _shard(row, method, device))
     measures, reason = check_first_step(first, model, float(loss))
-    reasons: list[str | None] = [None] * case.ranks
-    dist.all_gather_object(reasons, reason)  # no rank may return alone
-    reason = next(filter(None, reasons), None)
+    reason = first_reason(reason)
     if reason is not None:
         return "wrong", reason, measures
     del first
