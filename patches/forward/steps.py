@@ -312,7 +312,9 @@ def pass_documents(forward: ForwardInputs, layout: PackedLayout, *, fills_cache:
     packed.packs, packed.padded, packed.fills_cache = forward.packs, forward.padded, fills_cache
     packed.padded_row_tokens = forward.padded_row_tokens
     counts = inputs.get(SAMPLE_COUNTS)
-    packed.loss = take_loss(module, inputs) or take_own_labels(forward)
+    packed.loss = take_loss(module, inputs)
+    if packed.loss is None:  # not `or`: Dynamo of torch 2.11 cannot trace whether a partial is true
+        packed.loss = take_own_labels(forward)
     pass_on(inputs, packed, patch)
     if patch.parts.base_name:
         prepare_head(forward, packed, counts)

@@ -237,13 +237,19 @@ def states_of(walk, docs, mailbox):
             assert slot not in found
             found[slot], at[slot] = state, "receive" in mailbox.log
 
-    walk(Boundaries.of(docs), torch.zeros(1, 1, 1, 1, 1), run)
+    received = walk(Boundaries.of(docs), torch.zeros(1, 1, 1, 1, 1), run)
     assert sorted(found) == list(range(len(ends) - 1))
     waited = [slot for slot in at if at[slot] and ends[slot] < ends[slot + 1]]
     if docs.hops is not None:
         receives, sends, last = docs.hops.tolist()
         if walk is levels.run_levels_forward:
             assert waited == [0] * receives
+            first = found.copy()
+            found.clear()
+            mailbox.log.clear()
+            walk(Boundaries.of(docs), torch.zeros(1, 1, 1, 1, 1), run, received)
+            assert found == first
+            assert not mailbox.log, "as in the backward, which waits for no rank before"
         else:
             padded = int(docs.layout.cu_seqlens[-1]) < docs.layout.total_tokens
             assert waited[:1] == [last] * sends

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.recurrent.documents import CHUNK
-from flexvarlen.recurrent.fla_kernels.fake_outputs import like
+from flexvarlen.recurrent.fla_kernels.fake_outputs import like, received_state
 from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 from flexvarlen.recurrent.fla_kernels.states import decayed_state_gradients, decayed_states
@@ -49,9 +49,9 @@ def decayed_scan(
     q, k = (_expanded(x, v.shape[2]) for x in (q, k))
     v, g, others = v.contiguous(), g.contiguous(), boundaries.kwargs()
     g_sum = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **others)
-    h = decayed_states(k, v, g_sum, boundaries, k.dtype)
+    h, received = decayed_states(k, v, g_sum, boundaries, k.dtype)
     out = chunk_fwd_o(q=q, k=k, v=v, g=g_sum, h=h, scale=1.0, **others)
-    return [out.to(v.dtype), g_sum]
+    return [out.to(v.dtype), g_sum, received]
 
 
 @torch.library.custom_op("flexvarlen::decayed_scan_backward", mutates_args=())
@@ -61,6 +61,7 @@ def _decayed_scan_backward(
     k: Tensor,
     v: Tensor,
     g_sum: Tensor,
+    received: Tensor,
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
     parents: Tensor | None,
@@ -75,7 +76,7 @@ def _decayed_scan_backward(
     boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
     q_all, k_all = (_expanded(x, v.shape[2]) for x in (q, k))
     v, do, others = v.contiguous(), grad.contiguous(), boundaries.kwargs()
-    h = decayed_states(k_all, v, g_sum, boundaries, torch.float32)
+    h, _ = decayed_states(k_all, v, g_sum, boundaries, torch.float32, received)
     dh = decayed_state_gradients(q_all, do, g_sum, boundaries, torch.float32)
     given = {"q": q_all, "k": k_all, "g": g_sum, "do": do, "dh": dh, "scale": 1.0, **others}
     dq, dk, _, dg = chunk_bwd_dqkwg(v=v, h=h, **given)
@@ -92,8 +93,9 @@ def _expanded(x: Tensor, heads: int) -> Tensor:
 
 @decayed_scan.register_fake
 def _(*inputs: Any) -> list[Tensor]:
-    _, _, v, g, *_ = inputs
-    return [like(v), like(g, torch.float32)]
+    _, k, v, g, *boundaries = inputs
+    received = received_state(k, v, Boundaries(*boundaries))
+    return [like(v), like(g, torch.float32), received]
 
 
 @_decayed_scan_backward.register_fake
@@ -104,8 +106,8 @@ def _(*inputs: Any) -> list[Tensor]:
 
 def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     q, k, v, _, *boundaries, ctx.group = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, output[1], *boundaries)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(q, k, v, *output[1:], *boundaries)
 
 
 def _scan_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:

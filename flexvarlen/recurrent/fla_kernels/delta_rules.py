@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.recurrent.documents import CHUNK
-from flexvarlen.recurrent.fla_kernels.fake_outputs import like
+from flexvarlen.recurrent.fla_kernels.fake_outputs import like, received_state
 from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 from flexvarlen.recurrent.fla_kernels.states import delta_state_gradients, delta_states
@@ -54,9 +54,9 @@ def gated_delta_rule(
     g_sum = _sums_of_chunks(g, boundaries)
     given = {"k": units[2], "g": g_sum, **boundaries.kwargs()}
     w, u, inverse = chunk_gated_delta_rule_fwd_intra(v=v, beta=beta, **given)
-    h, v_new = delta_states(units[2], w, u, {"g": g_sum}, boundaries)
+    h, v_new, received = delta_states(units[2], w, u, {"g": g_sum}, boundaries)
     out = chunk_fwd_o(q=units[0], v=v_new, h=h, scale=q.shape[-1] ** -0.5, **given)
-    return [out.to(v.dtype), g_sum, inverse, *units]
+    return [out.to(v.dtype), received, g_sum, inverse, *units]
 
 
 @torch.library.custom_op("flexvarlen::gated_delta_rule_backward", mutates_args=())
@@ -77,13 +77,13 @@ def _gated_delta_rule_backward(
 
     avoid_wrong_kernel()
     boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
-    g_sum, inverse, *units = kept
+    received, g_sum, inverse, *units = kept
     q, k, scale = units[0], units[2], units[0].shape[-1] ** -0.5
     v, beta, do = (x.contiguous() for x in (v, beta, grad))
     given = {"k": k, "g": g_sum, **boundaries.kwargs()}
     of_inverse = {"v": v, "beta": beta, "A": inverse, **given}
     w, u = recompute_w_u_fwd(**of_inverse)
-    h, v_new = delta_states(k, w, u, {"g": g_sum}, boundaries)
+    h, v_new, _ = delta_states(k, w, u, {"g": g_sum}, boundaries, received)
     dv = chunk_bwd_dv_local(q=q, do=do, scale=scale, **given)
     dh, dv = delta_state_gradients(q, k, w, do, dv, {"g": g_sum}, scale, boundaries)
     states = {"w": w, "h": h, "dh": dh, "dv": dv}
@@ -122,9 +122,9 @@ def kimi_delta_rule(
     w, u, _, k_decayed, scores, inverse = chunk_kda_fwd_intra(
         k=units[2], v=v, gk=g_sum, beta=beta, disable_recompute=False, **of_units
     )
-    h, v_new = delta_states(k_decayed, w, u, {"gk": g_sum}, boundaries)
+    h, v_new, received = delta_states(k_decayed, w, u, {"gk": g_sum}, boundaries)
     out = chunk_gla_fwd_o_gk(v=v_new, g=g_sum, A=scores, h=h, **of_units)
-    return [out.to(v.dtype), g_sum, scores, inverse, *units]
+    return [out.to(v.dtype), received, g_sum, scores, inverse, *units]
 
 
 @torch.library.custom_op("flexvarlen::kimi_delta_rule_backward", mutates_args=())
@@ -145,13 +145,13 @@ def _kimi_delta_rule_backward(
     from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
     boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
-    g_sum, scores, inverse, *units = kept
+    received, g_sum, scores, inverse, *units = kept
     q, k, scale = units[0], units[2], units[0].shape[-1] ** -0.5
     v, beta, do = (x.contiguous() for x in (v, beta, grad))
     given = {"q": q, "k": k, "beta": beta, **boundaries.kwargs()}
     gates = {"gk": g_sum}
     w, u, q_decayed, k_decayed = recompute_w_u_fwd(v=v, A=inverse, **gates, **given)
-    h, v_new = delta_states(k_decayed, w, u, gates, boundaries)
+    h, v_new, _ = delta_states(k_decayed, w, u, gates, boundaries, received)
     no_beta = {name: x for name, x in given.items() if name != "beta"}
     dscores, dv = chunk_kda_bwd_dAv(v=v_new, do=do, A=scores, scale=scale, **no_beta)
     dh, dv = delta_state_gradients(q_decayed, k_decayed, w, do, dv, gates, scale, boundaries)
@@ -201,14 +201,15 @@ def _gradients(
 
 def _fake_forward(squares: int, *inputs: Any) -> list[Tensor]:
     """Outputs of a forward that keeps this many matrices of 64 x 64 for each chunk."""
-    q, k, v, g, *_ = inputs
+    q, k, v, g, _, *boundaries = inputs
     kept = [k.new_empty(*v.shape[:3], CHUNK) for _ in range(squares)]
     units = [x for unit in (q, k) for x in (like(unit), like(unit[..., 0], torch.float32))]
-    return [like(v), like(g, torch.float32), *kept, *units]
+    received = received_state(k, v, Boundaries(*boundaries))
+    return [like(v), received, like(g, torch.float32), *kept, *units]
 
 
 def _fake_backward(*inputs: Any) -> list[Tensor]:
-    _, v, beta, (g_sum, *_, q_unit, _, k_unit, _), *_ = inputs
+    _, v, beta, (_, g_sum, *_, q_unit, _, k_unit, _), *_ = inputs
     return [*(like(x) for x in (q_unit, k_unit, v)), like(g_sum), like(beta)]
 
 

@@ -114,11 +114,25 @@ def _every_slot(boundaries: Boundaries) -> Level:
     return Level(cu_seqlens, prepare_chunk_offsets(cu_seqlens, CHUNK))
 
 
-def run_levels_forward(boundaries: Boundaries, like: Tensor, launch: LaunchLevel) -> None:
-    """Run a kernel that reads the initial states of a level, and writes the final ones."""
+def run_levels_forward(
+    boundaries: Boundaries, like: Tensor, launch: LaunchLevel, received: Tensor | None = None
+) -> Tensor:
+    """Run a kernel that reads the initial states of a level, and writes the final ones.
+
+    Args:
+        received: what an earlier run returned, so that no rank waits for another again.
+
+    Returns:
+        The state that the first slot starts from, `[HV, K, V]`; `[0]` if the row is on one rank.
+    """
     if boundaries.hops is not None:
-        _along_ranks(boundaries, like, launch)
-        return
+        if received is None:
+            return _along_ranks(boundaries, like, launch)
+        every = _every_slot(boundaries)
+        initial = _zeros(every, like)
+        initial[0] = received
+        launch(every, initial, torch.empty_like(initial))
+        return received
     levels, others = _levels(boundaries)
     final = like.new_empty(0)
     for level in levels:
@@ -126,6 +140,7 @@ def run_levels_forward(boundaries: Boundaries, like: Tensor, launch: LaunchLevel
         final = torch.empty_like(initial)
         launch(level, initial, final)
     _run_others(boundaries, others, like, launch)
+    return like.new_empty(0, dtype=torch.float32)
 
 
 def run_levels_backward(boundaries: Boundaries, like: Tensor, launch: LaunchLevel) -> None:
@@ -157,7 +172,7 @@ def _run_others(boundaries: Boundaries, others: Level, like: Tensor, launch: Lau
 
 def _along_ranks(
     boundaries: Boundaries, like: Tensor, launch: LaunchLevel, *, back: bool = False
-) -> None:
+) -> Tensor:
     """Run a kernel for the slots that wait for no rank, then for those that do.
 
     Forward the first slot waits for the rank before, whose state it starts from. Backward the last
@@ -165,6 +180,9 @@ def _along_ranks(
 
     Args:
         back: whether gradients pass, from rank to rank in the other direction.
+
+    Returns:
+        What was received, or zeros.
     """
     every, hops = _every_slot(boundaries), Hops.of(boundaries.hops)
     if back:
@@ -173,7 +191,7 @@ def _along_ranks(
     else:
         step, leaving = 1, hops.last
         ready, waiting = range(hops.receives, every.slots), range(hops.receives)
-    works = []
+    works, received = [], like.new_zeros(like.shape[2:], dtype=torch.float32)
     for slots in (ready, waiting):
         if not slots:
             continue
@@ -181,13 +199,15 @@ def _along_ranks(
         level = Level(every.cu_seqlens[bounds], every.chunk_offsets[bounds])
         given = _zeros(level, like)
         if slots is waiting:
-            receive(given[0], -step, boundaries.group).wait()
+            received = given[0]
+            receive(received, -step, boundaries.group).wait()
         found = torch.empty_like(given)
         launch(level, given, found)
         if leaving in slots and (hops.receives if back else hops.sends):
             works.append(send(found[leaving - slots.start], step, boundaries.group))
     for work in works:
         work.wait()
+    return received
 
 
 def _zeros(level: Level, like: Tensor) -> Tensor:

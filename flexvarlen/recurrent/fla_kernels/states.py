@@ -27,12 +27,18 @@ from flexvarlen.recurrent.fla_kernels.levels import (
 
 
 def delta_states(
-    k: Tensor, w: Tensor, u: Tensor, gates: dict[str, Tensor], boundaries: Boundaries
-) -> tuple[Tensor, Tensor]:
+    k: Tensor,
+    w: Tensor,
+    u: Tensor,
+    gates: dict[str, Tensor],
+    boundaries: Boundaries,
+    received: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The state before each chunk, in the dtype of k, and what is written to it: `[1, T, HV, V]`.
 
     Args:
         gates: the decay as fla's `g`, for each head, or `gk`, for each channel of the keys.
+        received: of `run_levels_forward`, which the last of the returned tensors is.
     """
     from fla.ops.common import chunk_delta_h
 
@@ -45,8 +51,8 @@ def delta_states(
     def launch(level: Level, initial: Tensor | None, final: Tensor | None) -> None:
         kernel[_grid(level, shapes)](**tensors, h0=initial, ht=final, **_constants(level, shapes))
 
-    run_levels_forward(boundaries, h, launch)
-    return h, v_new
+    received = run_levels_forward(boundaries, h, launch, received)
+    return h, v_new, received
 
 
 def delta_state_gradients(
@@ -91,9 +97,14 @@ def delta_state_gradients(
 
 
 def decayed_states(
-    k: Tensor, v: Tensor, g: Tensor, boundaries: Boundaries, dtype: torch.dtype
-) -> Tensor:
-    """The state before each chunk."""
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    boundaries: Boundaries,
+    dtype: torch.dtype,
+    received: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The state before each chunk, and `received` of `run_levels_forward`."""
     from fla.ops.common.chunk_h import chunk_fwd_kernel_h
 
     shapes = _shapes(k, v)
@@ -106,8 +117,8 @@ def decayed_states(
             **tensors, h0=initial, ht=final, **constants
         )
 
-    run_levels_forward(boundaries, h, launch)
-    return h
+    received = run_levels_forward(boundaries, h, launch, received)
+    return h, received
 
 
 def decayed_state_gradients(
