@@ -1,38 +1,29 @@
-"""Balance documents over ranks: of several plans the one whose slowest rank is done first.
+"""Balance documents over ranks: whole if the work is even then, else split so that it is.
 
-One gives whole documents to the ranks, the longest first. The others cut documents so that the work
-is even. Attention work of a document of n tokens is n/2 a token. Documents that have less than the
-row's average wait in one queue, those that have more in another. Each rank takes x tokens of the
-first queue and the rest of the second. More of the first is less work, so bisection finds the x
-whose work is the mean.
+Attention work of a document of n tokens is n/2 a token. Documents that have less than the row's
+average wait in one queue, those that have more in another. Each rank takes x tokens of the first
+queue and the rest of the second. More of the first is less work, so bisection finds the x whose
+work is the mean.
 
-    light   [..][...][.....]..             x tokens
-    heavy   [...............][.......]     C - x tokens
+    light   [..][...][.....]..             x tokens, the shortest documents first
+    heavy   [...............][.......]     C - x tokens, the longest documents first
 
 Of the document in which a rank stops, it takes some of the first tokens and some of the last. The
 first attend to few keys and the last to many, so it can take the work that it needs, and what is
 left, which the next rank takes first, has about the same work a token as the whole document. If
 attention is bidirectional all tokens attend to n keys (counted half), and it takes the first ones.
-
-Which documents are cut, and so which keys the ranks exchange, depends on the order in the queues.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from random import Random
 
-from flexvarlen.parallel.pieces import (
-    Piece,
-    Pieces,
-    attention_work,
-    exchanged_tokens,
-    longest_first,
-)
+from flexvarlen.parallel.pieces import Piece, Pieces, attention_work, longest_first
+
+EVEN = 0.05
+"""The longest documents go first if then no rank has more work than the mean by this fraction."""
 
 LINEAR_WORK = 8192
 """Work of a token in the linear layers, in pairs of a query and a key.
@@ -40,18 +31,6 @@ LINEAR_WORK = 8192
 By FLOPs it is 12K for Qwen3-1.7B (2 x parameters of a layer / (4 x num_heads x head_dim)); kernels
 of attention reach fewer FLOP/s than those of linear layers.
 """
-
-EXCHANGE_WORK = 512
-"""The same of sending or receiving a token's keys and values: 97 ns a layer, on four H200."""
-
-EVEN = 0.05
-"""No rank may have more work than the mean by this fraction, exchange not counted."""
-
-GOOD = 0.005
-"""The first plan in which no rank has more than the mean by this, exchange counted, is taken."""
-
-MOST_ORDERS = 1024
-"""Orders of the queues that are tried at most, times ranks and documents."""
 
 
 def even_pieces(
@@ -61,59 +40,31 @@ def even_pieces(
 
     Whole documents come first, so that what no other rank needs is one run.
     """
-    best: list[list[Piece]] = []
-    least = math.inf
-    for pieces in _plans(lengths, ranks, tokens_per_rank, causal=causal):
-        exchanged = exchanged_tokens(pieces, causal=causal)
-        excess = _excess(pieces, exchanged, lengths, tokens_per_rank, causal=causal)
-        if excess < least:
-            best, least = pieces, excess
-        if least <= GOOD:
-            break
+    fit = max(lengths, default=0) <= tokens_per_rank
+    pieces = longest_first(lengths, ranks, tokens_per_rank) if fit else []
+    if not fit or not _are_even(attention_work(pieces, lengths, causal=causal), tokens_per_rank):
+        pieces = _cut_documents(lengths, ranks, tokens_per_rank, causal=causal)
 
     def whole_first(piece: Piece) -> tuple[bool, Piece]:
         return piece.tokens < lengths[piece.document], piece
 
-    return tuple(tuple(sorted(own, key=whole_first)) for own in best)
+    return tuple(tuple(sorted(own, key=whole_first)) for own in pieces)
 
 
-def _excess(
-    pieces: list[list[Piece]],
-    exchanged: Sequence[int],
-    lengths: tuple[int, ...],
-    tokens_per_rank: int,
-    *,
-    causal: bool,
-) -> float:
-    """How much more work the rank with the most has than the mean without exchange."""
-    work = attention_work(pieces, lengths, causal=causal)
-    most = max(w + EXCHANGE_WORK * n for w, n in zip(work, exchanged, strict=True))
+def _are_even(work: list[float], tokens_per_rank: int) -> bool:
     mean = sum(work) / len(work)
-    return (most - mean) / (mean + LINEAR_WORK * max(tokens_per_rank, 1))
+    return max(work) - mean <= EVEN * (mean + LINEAR_WORK * tokens_per_rank)
 
 
-def _plans(
+def _cut_documents(
     lengths: tuple[int, ...], ranks: int, tokens_per_rank: int, *, causal: bool
-) -> Iterator[list[list[Piece]]]:
-    """Whole documents if these are even; the shortest and the longest first; random orders."""
-    if max(lengths, default=0) <= tokens_per_rank:
-        whole = longest_first(lengths, ranks, tokens_per_rank)
-        if _excess(whole, [0] * ranks, lengths, tokens_per_rank, causal=causal) <= EVEN:
-            yield whole
-    by_length = sorted((n, document) for document, n in enumerate(lengths) if n)
-    average = sum(n * n for n in lengths) / max(sum(lengths), 1)
-    split = bisect_left(by_length, (average,))
-    light, heavy = by_length[:split], by_length[split:][::-1]
-    random = Random(0)  # all ranks try the same
-    for _ in range(max(1, MOST_ORDERS // (ranks * max(len(lengths), 1)))):
-        a, b = (_Queue(each, tokens_per_rank, causal=causal) for each in (light, heavy))
-        yield _cut_documents(a, b, ranks)
-        random.shuffle(light)
-        random.shuffle(heavy)
-
-
-def _cut_documents(light: _Queue, heavy: _Queue, ranks: int) -> list[list[Piece]]:
+) -> list[list[Piece]]:
     """Fill one rank after another from the two queues, with at most one cut a rank on average."""
+    by_length = sorted((n, document) for document, n in enumerate(lengths) if n)
+    average = sum(n * n for n in lengths) / sum(lengths)
+    split = bisect_left(by_length, (average,))
+    light = _Queue(by_length[:split], tokens_per_rank, causal=causal)
+    heavy = _Queue(by_length[split:][::-1], tokens_per_rank, causal=causal)
     pieces, cuts = [], 0
     for rank in range(ranks):
         tokens = -(-(light.tokens + heavy.tokens) // (ranks - rank))

@@ -5,7 +5,6 @@ Attention work is counted in pairs of a query and a key, of causal attention.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
@@ -40,25 +39,6 @@ def attention_work(
         return piece.work if causal else piece.tokens * lengths[piece.document] / 2
 
     return [sum(map(work_of, own)) for own in pieces]
-
-
-def exchanged_tokens(pieces: Sequence[Sequence[Piece]], *, causal: bool) -> list[int]:
-    """Whose keys each rank sends or receives in a layer's forward, whichever are more."""
-    documents: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
-    for rank, own in enumerate(pieces):
-        for piece in own:
-            documents[piece.document].append((rank, piece))
-    sent, received = [0] * len(pieces), [0] * len(pieces)
-    for parts in documents.values():
-        ends = {rank: piece.stop for rank, piece in sorted(parts, key=lambda part: part[1].stop)}
-        last = max(ends.values())
-        for rank, end in ends.items() if len(ends) > 1 else ():
-            for other, piece in parts:
-                needed = min(piece.stop, end if causal else last) - piece.start
-                if other != rank and needed > 0:
-                    sent[other] += needed
-                    received[rank] += needed
-    return list(map(max, sent, received))
 
 
 def contiguous_pieces(lengths: tuple[int, ...], ranks: int, tokens_per_rank: int) -> Pieces:
