@@ -108,8 +108,8 @@ MUTATIONS = (
     Mutation(
         "recurrent: a document that comes from another rank starts from an empty state",
         f"{RECURRENT}/fla_kernels/levels.py",
-        "receive(given[0], -step, boundaries.group).wait()",
-        "receive(given[0], -step, boundaries.group).wait(), given.zero_()",
+        "receive(received, -step, boundaries.group).wait()",
+        "receive(received, -step, boundaries.group).wait(), given.zero_()",
         f"{TESTS}/test_ranks.py",
     ),
     Mutation(

@@ -57,7 +57,8 @@ class SdpaBackend:
         cu_q, cu_k = q.cu_seqlens, k.cu_seqlens
         if q.cu_seqlens_host is not None and k.cu_seqlens_host is not None:
             cu_q, cu_k = q.cu_seqlens_host, k.cu_seqlens_host
-        dead, prefix = torch.zeros_like(cu_q), torch.zeros_like(cu_q)
+        # Not zeros_like: for CUDA graphs Inductor moves zeros to the GPU, and not the boundaries.
+        dead, prefix = cu_q & 0, cu_q & 0
         for layout in (q, k) if mask.spec.cross else (q,):
             if layout.padding is not None:
                 first_token = layout.cu_seqlens.clamp(max=layout.total_tokens - 1).long()
@@ -217,7 +218,10 @@ def _seen(
     return seen | ~sees[:, None], sees
 
 
-@torch.library.custom_op("flexvarlen::sdpa_forward", mutates_args=())
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # a graph would repeat the documents of one row
+
+
+@torch.library.custom_op("flexvarlen::sdpa_forward", mutates_args=(), tags=_TAGS)
 def sdpa_forward(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, spec: list[int], scale: float
 ) -> Tensor:
@@ -237,7 +241,7 @@ def _(
     return q_THD.new_empty(q_THD.shape)
 
 
-@torch.library.custom_op("flexvarlen::sdpa_backward", mutates_args=())
+@torch.library.custom_op("flexvarlen::sdpa_backward", mutates_args=(), tags=_TAGS)
 def sdpa_backward(
     grad: Tensor,
     q_THD: Tensor,
