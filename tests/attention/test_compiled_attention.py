@@ -268,3 +268,19 @@ def test_eager_flex_past_dynamos_limit():
         again = packed_attention(q, k, v, layout, backend="flex", scale=0.25)
     for found in (first, second, again):
         torch.testing.assert_close(found, expected)
+
+
+def test_sdpa_makes_no_zeros_on_the_host():
+    """Where it records CUDA graphs, Inductor would move them to the GPU, and not the boundaries."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    layout = PackedLayout.from_lengths([3, 5])
+    q = torch.randn(8, 2, 16)
+    torch.compile(lambda q: packed_attention(q, q, q, layout, backend="sdpa"), backend=keep)(q)
+    (graph,) = graphs
+    assert "sdpa_forward" in graph.code
+    assert "zeros" not in graph.code

@@ -38,7 +38,7 @@ def delta_states(
 
     Args:
         gates: the decay as fla's `g`, for each head, or `gk`, for each channel of the keys.
-        received: of `run_levels_forward`, which the last of the returned tensors is.
+        received: as in `run_levels_forward`, whose result is returned last.
     """
     from fla.ops.common import chunk_delta_h
 
@@ -104,7 +104,7 @@ def decayed_states(
     dtype: torch.dtype,
     received: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The state before each chunk, and `received` of `run_levels_forward`."""
+    """The state before each chunk, and the result of `run_levels_forward`."""
     from fla.ops.common.chunk_h import chunk_fwd_kernel_h
 
     shapes = _shapes(k, v)

@@ -125,3 +125,17 @@ def test_users_choice_of_kernels_stays():
     q = torch.randn(sum(LENGTHS), 2, 64, device="cuda", dtype=torch.bfloat16)
     gradients(q, q, q, q)
     assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
+
+
+def test_a_cuda_graph_repeats_the_documents_of_no_other_row():
+    q, k, v = (make_tensor(192, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in "qkv")
+    sizes = {"total_tokens": 192, "capacity": 4, "max_seqlen_bound": 128, "device": "cuda"}
+    rows = [fv.PackedLayout.from_lengths(lengths, **sizes) for lengths in (LENGTHS, (100, 92))]
+
+    def attend(layout):
+        return fv.packed_attention(q, k, v, layout, backend="sdpa")
+
+    compiled = torch.compile(attend, fullgraph=True, mode="reduce-overhead")
+    for layout in rows * 4:  # warm up, record, replay
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.testing.assert_close(compiled(layout), attend(layout), atol=2e-2, rtol=2e-2)
