@@ -108,15 +108,18 @@ def gather_keys_backward(
     _add_runs(summed, gradients, [run for run in all_runs if run[0] >= tokens], unshared)
     grads_of_received = summed[tokens - unshared :]
     arriving = _all_to_all(grads_of_received, _counts(sends, received), received.tolist(), group)
-    own_runs = [run for run in all_runs if run[0] < tokens]
-    _add_runs(summed, gradients, own_runs, unshared)  # while the others are on their way
+    # while the others are on their way
+    _add_runs(summed, gradients, [run for run in all_runs if run[0] < tokens], unshared)
+    own = [x.new_empty(tokens, *x.shape[1:]) for x in gradients]
+    for target, x in zip(own, gradients, strict=True):
+        target[:unshared] = x[:unshared]
     grads_from_others, done = _wait_for(arriving), 0
     for token, _, n in sends.tolist():  # rank after rank
         summed[token - unshared :][:n] += grads_from_others[done : done + n]
         done += n
-    own = _split(summed[: tokens - unshared].to(dk_KHD.dtype), gradients)
-    dk_CHD, dv_CHD = (torch.cat([x[:unshared], y]) for x, y in zip(gradients, own, strict=True))
-    return dk_CHD, dv_CHD
+    for target, sums in zip(own, _split(summed[: tokens - unshared], own), strict=True):
+        target[unshared:] = sums
+    return own[0], own[1]
 
 
 @gather_keys_backward.register_fake
