@@ -96,11 +96,11 @@ def test_the_keys_of_a_window_are_those_it_reaches(lengths, ranks, padding, wind
         if causal:
             assert keys[rank].own_keys is None
             continue
-        places = keys[rank].own_keys.tolist()
-        assert len(set(places)) == capacity, "each query has a row of its own"
+        keys_of_queries = keys[rank].own_keys.tolist()
+        assert len(set(keys_of_queries)) == capacity, "each query has a row of its own"
         real = capacity - plan.padding(rank)
-        assert [rows[place] for place in places[:real]] == own[rank][:real]
-        assert all(bounds[-1] <= place < len(rows) for place in places[real:]), "padding"
+        assert [rows[key] for key in keys_of_queries[:real]] == own[rank][:real]
+        assert all(bounds[-1] <= key < len(rows) for key in keys_of_queries[real:]), "padding"
 
 
 @given(LENGTHS, st.integers(2, 16), st.booleans(), st.booleans(), st.integers(1, 20))

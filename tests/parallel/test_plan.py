@@ -44,7 +44,7 @@ def step_excess(plan):
     return max(work) / np.mean(work) - 1
 
 
-def places(plan):
+def pieces_by_document(plan):
     """The (rank, start, stop) of each document, in the order of the ranks."""
     found = defaultdict(list)
     for rank, own in enumerate(plan.pieces):
@@ -53,14 +53,13 @@ def places(plan):
     return found
 
 
-WAYS = pytest.mark.parametrize("way", [{}, {"contiguous": True}, {"causal": False}])
 ATTENTION = pytest.mark.parametrize("causal", [True, False])
 
 
-@WAYS
+@pytest.mark.parametrize("options", [{}, {"contiguous": True}, {"causal": False}])
 @given(LENGTHS, RANKS, st.integers(0, 50))
-def test_each_token_lies_on_one_rank_and_padding_comes_last(way, lengths, ranks, padding):
-    plan = planned(lengths, ranks, padding, **way)
+def test_each_token_lies_on_one_rank_and_padding_comes_last(options, lengths, ranks, padding):
+    plan = planned(lengths, ranks, padding, **options)
     total = ranks * plan.tokens_per_rank
     order = plan.order()
     assert np.sort(order).tolist() == list(range(total))
@@ -84,14 +83,16 @@ def test_at_most_a_document_for_each_boundary_of_ranks_is_cut(causal, lengths, r
     plan = planned(lengths, ranks, padding, causal=causal)
     cut = [d for d in plan.cut_documents if causal or lengths[d] <= plan.tokens_per_rank]
     assert len(cut) <= max(ranks - 1, 0)
-    assert set(plan.cut_documents) == {d for d, found in places(plan).items() if len(found) > 1}
+    assert set(plan.cut_documents) == {
+        d for d, found in pieces_by_document(plan).items() if len(found) > 1
+    }
 
 
 @given(LENGTHS, RANKS)
 def test_a_rank_has_the_first_and_the_last_of_what_is_left_of_a_cut_document(lengths, ranks):
     """So at most two pieces, one that attends to few keys and one that attends to many."""
     plan = planned(lengths, ranks)
-    for document, found in places(plan).items():
+    for document, found in pieces_by_document(plan).items():
         low, high = 0, lengths[document]
         for rank in dict.fromkeys(rank for rank, _, _ in found):
             own = [(start, stop) for other, start, stop in found if other == rank]
