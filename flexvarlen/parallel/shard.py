@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from numbers import Number
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -55,11 +56,11 @@ def shard_row(
 
     Returns:
         This rank's batch, for a model patched with `sequence_parallel_group=group`. Tensors are
-        `[1, T/P]`; `position_ids` count in the documents. If `labels` is given, there is also
-        `num_items_in_batch` (unless given), an integer tensor: the row's number of unmasked labels;
-        and with causal attention `shift_labels`, the label of each next token of the document
-        (which another rank may have) or those given, masked where there is none. Of trees
-        `num_items_in_batch` is the sum of `label_counts`. Numbers are returned unchanged.
+        `[1, T/P]`; `position_ids` count in the documents. If `labels` or `shift_labels` is given,
+        there is also `num_items_in_batch` (unless given), an integer tensor: the row's number of
+        unmasked labels; and with causal attention `shift_labels`, the label of each next token of
+        the document (which another rank may have) or those given, masked where there is none. Of
+        trees `num_items_in_batch` is the sum of `label_counts`. Numbers are returned unchanged.
         `packed_layout` is that of the rank's own tokens; with "ulysses" that of the row.
 
     The losses of the ranks then sum to the mean loss over the whole row, and their gradients sum
@@ -166,10 +167,10 @@ def _completed(batch: Mapping[str, Any], *, causal: bool) -> dict[str, Any]:
     else:
         in_document = layout.position_ids() * layout.real_tokens()
         row.setdefault("position_ids", in_document[None])
-        if "labels" in batch and causal:
+        if causal and ("labels" in batch or "shift_labels" in batch):
             row["shift_labels"] = _next_labels(batch)
-        if "labels" in batch:
-            counts = row["shift_labels" if causal else "labels"] != IGNORE_INDEX
+        labels = row.get("shift_labels" if causal else "labels")
+        counts = None if labels is None else labels != IGNORE_INDEX
     if counts is not None:
         row.setdefault("num_items_in_batch", counts.sum())
     return row
@@ -196,19 +197,29 @@ def _documents_of(layout: PackedLayout) -> list[tuple[int, int]]:
 
 def _is_replicated(x: Any) -> bool:
     """Return whether every rank gets the value unchanged: the layout, or a number."""
-    return isinstance(x, (PackedLayout, int, float)) or (isinstance(x, Tensor) and x.ndim == 0)
+    return isinstance(x, (PackedLayout, Number)) or (isinstance(x, Tensor) and x.ndim == 0)
 
 
 def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
     """Return why a batch cannot be sharded over `size` ranks, or None."""
+    if not isinstance(batch, Mapping):
+        return (
+            f"batch must be a mapping with packed_layout on every rank, got {type(batch).__name__};"
+            " give all ranks of a group the same row."
+        )
     layout = batch.get("packed_layout")
     if not isinstance(layout, PackedLayout):
         return (
             "batch must have its documents as packed_layout, a PackedLayout, got "
             f"{type(layout).__name__}; use PackedCollator or PackedLayout.from_lengths."
         )
+    if layout.shard is not None:
+        return (
+            f"packed_layout must be that of a whole row, got the shard of rank {layout.shard.rank} "
+            f"of {layout.shard.ranks}; shard each row once."
+        )
     tokens = layout.total_tokens
-    if tokens % size:
+    if tokens % size or not tokens:
         return (
             f"total_tokens must be a multiple of the {size} ranks, got {tokens}; pad the row: pass "
             "such a total_tokens to PackedCollator or PackedLayout.from_lengths."
@@ -235,12 +246,13 @@ def _require_same_row(
     mine = ""
     if refusal is None:
         layout = batch["packed_layout"]
-        numbers = {name: x for name, x in batch.items() if isinstance(x, int | float)}
+        numbers = {name: x for name, x in batch.items() if isinstance(x, Number)}
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
         tensors |= {"document_ids": layout.document_ids(), "real_tokens": layout.real_tokens()}
         if layout.segments is not None:
             tensors["segments"] = layout.segments.table
-        mine = repr(numbers | {name: checksum(x) for name, x in tensors.items()})
+        found = numbers | {name: checksum(x) for name, x in tensors.items()}
+        mine = repr(sorted(found.items()))
     others: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(others, (refusal, options, mine), group=group)
     refusal = next((theirs for theirs, *_ in others if theirs is not None), None)

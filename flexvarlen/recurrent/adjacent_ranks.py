@@ -153,7 +153,7 @@ class _ReceiveState(torch.autograd.Function):
     def forward(
         ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, group: str, *sources: Tensor
     ) -> Tensor:
-        ctx.group, ctx.sources = group, len(sources)
+        ctx.group = group
         state = sources[0].new_empty(shape, dtype=dtype)
         receive(state, -1, group).wait()
         return state
@@ -161,7 +161,7 @@ class _ReceiveState(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         send(grad.contiguous(), -1, ctx.group).wait()
-        return (*[None] * (3 + ctx.sources),)
+        return (None,) * len(ctx.needs_input_grad)
 
 
 class _SendState(torch.autograd.Function):

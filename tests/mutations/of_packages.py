@@ -235,7 +235,7 @@ MUTATIONS = (
     Mutation(
         "parallel: an encoder's labels are counted as next tokens",
         "flexvarlen/parallel/shard.py",
-        'row["shift_labels" if causal else "labels"]',
+        'row.get("shift_labels" if causal else "labels")',
         "_next_labels(batch)",
         DOCUMENTS,
     ),

@@ -328,6 +328,9 @@ REFUSED = {
     "chunks to both sides": "documents_attention has no chunk; leave it out",
     "invariant attention": "documents_attention has no batch_invariant; leave it out",
     "batch of one rank": "input_ids must be one row, [1, 120], got [1, 119]; leave it out",
+    "no batch on a rank": "batch must be a mapping with packed_layout on every rank, got NoneType",
+    "no tokens": "total_tokens must be a multiple of the 2 ranks, got 0",
+    "shard of a shard": "packed_layout must be that of a whole row, got the shard of rank",
     "rank": "rank must be that of one of the 2 ranks that share the row, got 2",
     "window of two sides": "documents_attention has no window (left, right); leave it out",
     "other mask": "the layout of a shard must be made for attention with causal=False, got",
@@ -359,7 +362,8 @@ REFUSED = {
 def refused(group: Any) -> dict[str, str]:
     """The sentences of what cannot be; no rank waits for another."""
     rank, batch = dist.get_rank(group), batch_of(ROWS["long"])
-    whole, shard = batch["packed_layout"], fv.shard_row(batch, group)
+    reordered = dict(reversed(batch.items()))  # which is the same row
+    whole, shard = batch["packed_layout"], fv.shard_row(reordered if rank else batch, group)
     own, x = shard["packed_layout"], torch.randn(TOKENS // 2, 2, 16)
     model, alone = new_model("llama"), fv.patch_model(new_model("llama"))
     fv.patch_model(model, sequence_parallel_group=group)
@@ -377,6 +381,7 @@ def refused(group: Any) -> dict[str, str]:
     encoder, windows, pooler, classifier = (
         fv.patch_model(each, sequence_parallel_group=group) for each in (bert, modernbert, *of_bert)
     )
+    nothing = fv.PackedLayout.from_lengths([])
     tree = fv.PackedLayout.from_tree([60, 30, 30], parents=[-1, 0, 0])
     trees = TREES(tree_samples(0))
     uncounted = fv.shard_row(trees, group)
@@ -394,6 +399,9 @@ def refused(group: Any) -> dict[str, str]:
         "batch of one rank": lambda: fv.shard_row(
             batch | {"input_ids": batch["input_ids"][:, rank:]}, group
         ),
+        "no batch on a rank": lambda: fv.shard_row(batch if rank else None, group),
+        "no tokens": lambda: fv.shard_row({"packed_layout": nothing}, group),
+        "shard of a shard": lambda: fv.shard_row(shard, group),
         "rank": lambda: fv.shard_batch(batch, 2, 2),
         "window of two sides": lambda: attend(both_ways, window=(3, 2), causal=False),
         "encoder": lambda: encoder(**shard),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -67,6 +68,17 @@ def test_labels_shifted_and_counted_before_are_kept(shares):
     assert all(share["shifted_and_counted"][1] == 999 for share in shares[2])
     in_no_loss = torch.cat([share["shard_row"]["shift_labels"] for share in shares[2]], 1) == -100
     assert dealt.equal((BATCH["labels"] + 5).masked_fill(in_no_loss, -100))
+
+
+def test_labels_shifted_before_and_given_alone_are_masked_and_counted():
+    """As `fv.token_logprobs` takes them."""
+    tokens, step = torch.arange(8)[None], np.int64(7)
+    layout = fv.PackedLayout.from_lengths([3, 5])
+    row = {"packed_layout": layout, "shift_labels": tokens.roll(-1), "step": step}
+    own = [fv.shard_batch(row, rank, 2, method="contiguous") for rank in range(2)]
+    dealt = torch.cat([shard["shift_labels"] for shard in own], 1)
+    assert dealt.tolist() == [[1, 2, -100, 4, 5, 6, 7, -100]]
+    assert [(int(shard["num_items_in_batch"]), shard["step"]) for shard in own] == [(6, 7)] * 2
 
 
 def test_no_backend_meets_a_tensor_that_is_on_its_way(shares):
