@@ -67,10 +67,10 @@ def shard_row(
     likewise. DDP averages gradients over ranks, so multiply the loss by the number of ranks.
 
     Raises:
-        ValueError: there is no layout, a tensor is not one row of T tokens, T is not a multiple of
-            P, trees do not fit, the ranks hold different rows or documents (a collective compares
-            them, so every rank raises), this process is not in the group, `method` is unknown, or
-            `window` is not positive.
+        ValueError: there is no layout or that of a shard, a tensor is not one row of T tokens, T is
+            0 or not a multiple of P, trees do not fit, the ranks hold different rows or documents
+            (a collective compares them, so every rank raises), this process is not in the group,
+            `method` is unknown, or `window` is not positive.
         NotImplementedError: trees with method="ulysses".
 
     All ranks of the group call it. Syncs if tensors are on a device.
