@@ -1,6 +1,6 @@
 """`Piece`, and the two simple plans: the row cut as it is, and the longest documents first.
 
-Attention work is counted in pairs of a query and a key, of causal attention.
+Attention work is counted in pairs of a query and a key.
 """
 
 from __future__ import annotations

@@ -46,10 +46,11 @@ def shard_row(
             and numbers. Trees, as `TreeCollator` makes them, lie whole on a rank, and the ranks
             exchange nothing.
         group: the ranks; None: all.
-        method: "documents" gives a rank whole documents, and pieces of P - 1 at most, whose keys
-            the ranks exchange in attention; "contiguous" gives it the next T/P tokens instead, for
-            models with recurrent layers, whose state passes from rank to rank; "ulysses" too, and
-            in attention the ranks exchange heads for tokens, so P must divide the heads.
+        method: "documents" keeps whole documents on one rank, and cuts at most P - 1 (more if not
+            causal), whose keys the ranks exchange in attention; "contiguous" gives a rank T/P
+            consecutive tokens, for models with recurrent layers, whose state passes from rank to
+            rank; "ulysses" too, and in attention the ranks exchange heads for tokens, so P must
+            divide the query heads.
         causal: False for a model with bidirectional attention, whose labels are the tokens' own.
         window: the widest sliding window of the model's layers, which see the tokens less than this
             many away. Without it those of causal layers receive all keys, and others raise.
@@ -157,7 +158,7 @@ def _has_trees(batch: Mapping[str, Any]) -> bool:
 
 
 def _completed(batch: Mapping[str, Any], *, causal: bool) -> dict[str, Any]:
-    """The row with what only the whole row tells: positions, next labels, their number."""
+    """The row with what a shard alone cannot tell: positions, next labels, their number."""
     layout: PackedLayout = batch["packed_layout"]
     row = dict(batch)
     counts: Tensor | None = None
@@ -273,7 +274,7 @@ def _require_same_row(
 
 
 def checksum(*tensors: Tensor) -> int:
-    """Of their bytes. Syncs if they are on a device."""
+    """CRC-32 of the tensors' bytes. Syncs if they are on a device."""
     found = 0
     for x in tensors:
         numbers_T = x.detach().cpu().contiguous().reshape(-1)

@@ -28,7 +28,7 @@ class RowShard:
     """Where a rank's documents continue on other ranks, and what it exchanges with them.
 
     Attributes:
-        rank, ranks: which of how many.
+        rank, ranks: the rank in the group, and the group's size.
         method: how the row is divided: "documents", "contiguous" (each rank has the next tokens) or
             "trees" (whole ones).
         starts: int64 `[capacity + 1]`, on the device of the tokens: the position of each piece's
@@ -79,7 +79,7 @@ class RowShard:
     def layouts(
         self, layout: PackedLayout, window: int | None, chunk: int | None
     ) -> tuple[PackedLayout, PackedLayout | None]:
-        """Of the queries and of the keys (None: the same) that `attend` calls its function with.
+        """The layouts of queries and keys (None: the same) for a mask.
 
         Args:
             layout: this shard's.
@@ -102,7 +102,7 @@ class RowShard:
         window: int | None,
         chunk: int | None,
     ) -> Any:
-        """What `attend` returns of a layer, with the keys that other ranks have.
+        """Gather the keys that other ranks have, then call `attend`.
 
         Args:
             q, k, v: `[C, H, D]` and `[C, Hkv, D]`, of the rank's own tokens.
@@ -122,7 +122,7 @@ class RowShard:
         return attend(q, k, v).index_select(0, exchange.own_keys)
 
     def _exchange_for(self, window: int | None, chunk: int | None) -> KeyExchange | None:
-        """Chunks count from a document's first token, so they need all keys before."""
+        """Layers with chunks, which count from a document's first token, need all keys before."""
         if window is None or self.window is None or window > self.window or chunk is not None:
             return self.exchange
         return self.windowed

@@ -1,10 +1,10 @@
 """What adjacent ranks send each other where a document continues on the next one.
 
-Each rank holds the next T tokens of a row. The convolution needs the last tokens of the rank
+Each rank holds T consecutive tokens of a row. The convolution needs the last tokens of the rank
 before, and the scan its final state; their gradients go back. Only ranks between which a document
 goes on talk to one another, and both ends in the same order.
 
-Shapes: T = tokens of a rank, C channels.
+Shapes: T = tokens of a rank, C channels, REACH = the widest convolution's kernel size - 1.
 
 Imports: torch. Never transformers.
 """

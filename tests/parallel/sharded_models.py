@@ -1,4 +1,4 @@
-"""What a rank of test_parallel.py does with models whose rows are cut over ranks."""
+"""What a rank of test_ulysses.py does with models whose rows are cut over ranks."""
 
 from __future__ import annotations
 

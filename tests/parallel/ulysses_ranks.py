@@ -1,4 +1,4 @@
-"""What a rank of test_parallel.py does: every case, its share of outputs and gradients saved."""
+"""What a rank of test_ulysses.py does: every case, its share of outputs and gradients saved."""
 
 from __future__ import annotations
 
