@@ -74,6 +74,10 @@ class LaunchSizes:
         return *self._sizes[: -len(varying)], *varying
 
 
+NOT_CAPTURED = (torch.Tag.cudagraph_unsafe,)
+"""Tags of an operator that reads a row's documents on the host: a CUDA graph would repeat them."""
+
+
 def is_replayed(x: Tensor) -> bool:
     """Whether a call on x is captured into a CUDA graph that may be replayed on other documents.
 

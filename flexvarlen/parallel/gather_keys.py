@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexvarlen.layout.launch_sizes import NOT_CAPTURED
 from flexvarlen.parallel.key_exchange import KeyExchange
 
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
 
 CopyRanges = list[list[int]]
-_TAGS = (torch.Tag.cudagraph_unsafe,)  # a graph would repeat what one row exchanges
 
 
 def gather_keys(
@@ -49,7 +49,7 @@ def gather_keys(
     return k_KHD, v_KHD
 
 
-@torch.library.custom_op("flexvarlen::gather_keys_forward", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("flexvarlen::gather_keys_forward", mutates_args=(), tags=NOT_CAPTURED)
 def gather_keys_forward(
     k_CHD: Tensor,
     v_CHD: Tensor,
@@ -85,7 +85,7 @@ def _(
     return k_CHD.new_empty(num_keys, *k_CHD.shape[1:]), v_CHD.new_empty(num_keys, *v_CHD.shape[1:])
 
 
-@torch.library.custom_op("flexvarlen::gather_keys_backward", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("flexvarlen::gather_keys_backward", mutates_args=(), tags=NOT_CAPTURED)
 def gather_keys_backward(
     dk_KHD: Tensor,
     dv_KHD: Tensor,

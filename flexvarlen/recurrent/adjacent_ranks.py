@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flexvarlen.layout.launch_sizes import NOT_CAPTURED
 from flexvarlen.recurrent.documents import REACH
 
 
@@ -78,10 +79,8 @@ def shift(sent: Tensor | None, received: Tensor | None, step: int, group: str) -
 
 # ---- the tokens before ----
 
-_TAGS = (torch.Tag.cudagraph_unsafe,)  # a graph would repeat the hops of one row
 
-
-@torch.library.custom_op("flexvarlen::prepend_tokens", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("flexvarlen::prepend_tokens", mutates_args=(), tags=NOT_CAPTURED)
 def prepend_tokens(x_TC: Tensor, hops: Tensor, group: str) -> Tensor:
     """`[REACH + T, C]`: x behind the last tokens of the rank before, or zeros if none go on."""
     found, own = Hops.of(hops), x_TC.contiguous()
@@ -93,7 +92,7 @@ def prepend_tokens(x_TC: Tensor, hops: Tensor, group: str) -> Tensor:
     return out
 
 
-@torch.library.custom_op("flexvarlen::prepend_tokens_backward", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("flexvarlen::prepend_tokens_backward", mutates_args=(), tags=NOT_CAPTURED)
 def _prepend_tokens_backward(grad: Tensor, hops: Tensor, group: str) -> Tensor:
     found, grad = Hops.of(hops), grad.contiguous()
     dx = grad[REACH:].clone()

@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.boundaries import is_traced
+from flexvarlen.layout.launch_sizes import NOT_CAPTURED
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 from flexvarlen.mask.vectors import MaskInputs, dense_mask, query_bounds
@@ -218,10 +219,7 @@ def _seen(
     return seen | ~sees[:, None], sees
 
 
-_TAGS = (torch.Tag.cudagraph_unsafe,)  # a graph would repeat the documents of one row
-
-
-@torch.library.custom_op("flexvarlen::sdpa_forward", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("flexvarlen::sdpa_forward", mutates_args=(), tags=NOT_CAPTURED)
 def sdpa_forward(
     q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Tensor, spec: list[int], scale: float
 ) -> Tensor:
@@ -241,7 +239,7 @@ def _(
     return q_THD.new_empty(q_THD.shape)
 
 
-@torch.library.custom_op("flexvarlen::sdpa_backward", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("flexvarlen::sdpa_backward", mutates_args=(), tags=NOT_CAPTURED)
 def sdpa_backward(
     grad: Tensor,
     q_THD: Tensor,
