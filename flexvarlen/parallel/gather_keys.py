@@ -1,7 +1,7 @@
 """`gather_keys`: the keys and values of a row's cut documents, from the ranks that hold them.
 
-One all-to-all in the forward, and one in the backward that returns the gradients. The gradient of a
-key is summed over the pieces that attend to it, in fp32 and in a fixed order.
+One all-to-all in the forward, and one in the backward that returns the gradients, those of each
+piece that attends to a key. The rank that holds the key sums them, in fp32 and in a fixed order.
 
 Shapes: C = tokens of a rank, R = tokens received, Tk = gathered keys, Hkv = num_kv_heads,
 D = head_dim. Token indices count the C own tokens, then the R received ones.
@@ -43,7 +43,7 @@ def gather_keys(
     """
     where = dist.group.WORLD if group is None else group
     assert where is not None
-    tables = exchange.runs, exchange.sends, exchange.received
+    tables = exchange.runs, exchange.sends, exchange.received, exchange.returns
     num_keys = exchange.layout_k.total_tokens
     k_KHD, v_KHD = gather_keys_forward(k_CHD, v_CHD, *tables, num_keys, where.group_name)
     return k_KHD, v_KHD
@@ -56,16 +56,17 @@ def gather_keys_forward(
     runs: Tensor,
     sends: Tensor,
     received: Tensor,
+    returns: Tensor,
     num_keys: int,
     group: str,
 ) -> tuple[Tensor, Tensor]:
     """`gather_keys` as an operator, so that no shape of a graph is the number of tokens sent."""
-    own = k_CHD, v_CHD
-    sent = torch.cat([_slices(x, sends).flatten(1) for x in own], 1)
-    arriving = _all_to_all(sent, received.tolist(), _counts(sends, received), group)
+    own, ranges = (k_CHD, v_CHD), sends.tolist()
+    sent = _side_by_side(own, [(token, n) for token, _, n in ranges])
+    arriving = _all_to_all(sent, received.tolist(), _by_rank(ranges, len(received)), group)
     gathered = [x.new_empty(num_keys, *x.shape[1:]) for x in own]
     _copy_runs(gathered, own, runs, first_token=0)  # while the others are on their way
-    filled = max(key + tokens for _, key, tokens in runs.tolist())
+    filled = max(key + tokens for *_, tokens, key in runs.tolist())
     for x in gathered:
         x[filled:] = 0  # a kernel may multiply what its mask hides by 0
     _copy_runs(gathered, _split(_wait_for(arriving), own), runs, first_token=len(k_CHD))
@@ -79,6 +80,7 @@ def _(
     runs: Tensor,
     sends: Tensor,
     received: Tensor,
+    returns: Tensor,
     num_keys: int,
     group: str,
 ) -> tuple[Tensor, Tensor]:
@@ -90,34 +92,37 @@ def gather_keys_backward(
     dk_KHD: Tensor,
     dv_KHD: Tensor,
     runs: Tensor,
-    sends: Tensor,
-    received: Tensor,
+    returns: Tensor,
+    ranks: int,
     tokens: int,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """Sum each key's gradients, return those of received keys, and add what comes back, in fp32.
+    """Return the gradients of received keys, and sum those of the rank's own keys, in fp32.
 
-    The leading tokens that only one piece of this rank attends to are copied without that sum.
+    The leading tokens that only one piece of the row attends to are copied without that sum.
     """
     assert dk_KHD.dtype == dv_KHD.dtype
-    gradients, all_runs = (dk_KHD, dv_KHD), runs.tolist()
-    unshared = _leading_unshared_tokens(all_runs, sends.tolist(), tokens)
-    indices, width = tokens + int(received.sum()), sum(x[0].numel() for x in gradients)
-    wide = torch.promote_types(dk_KHD.dtype, torch.float32)
-    summed = dk_KHD.new_zeros(indices - unshared, width, dtype=wide)
-    _add_runs(summed, gradients, [run for run in all_runs if run[0] >= tokens], unshared)
-    grads_of_received = summed[tokens - unshared :]
-    arriving = _all_to_all(grads_of_received, _counts(sends, received), received.tolist(), group)
+    gradients, all_runs, comes_back = (dk_KHD, dv_KHD), runs.tolist(), returns.tolist()
+    own_runs = [run for run in all_runs if run[0] < tokens]
+    of_others = [run for run in all_runs if run[0] >= tokens]
+    sent = _side_by_side(gradients, [(key, n) for *_, n, key in of_others])
+    arriving = _all_to_all(sent, _by_rank(comes_back, ranks), _by_rank(of_others, ranks), group)
     # while the others are on their way
-    _add_runs(summed, gradients, [run for run in all_runs if run[0] < tokens], unshared)
+    unshared = _leading_unshared_tokens(own_runs, comes_back, tokens)
     own = [x.new_empty(tokens, *x.shape[1:]) for x in gradients]
     for target, x in zip(own, gradients, strict=True):
         target[:unshared] = x[:unshared]
+    wide = torch.promote_types(dk_KHD.dtype, torch.float32)
+    summed = dk_KHD.new_zeros(tokens - unshared, sum(x[0].numel() for x in own), dtype=wide)
+    for token, _, n, key in own_runs:
+        skip = max(0, min(unshared - token, n))
+        for sums, x in zip(_split(summed, own), gradients, strict=True):
+            sums[token + skip - unshared :][: n - skip] += x[key + skip : key + n]
     grads_from_others, done = _wait_for(arriving), 0
-    for token, _, n in sends.tolist():  # rank after rank
+    for token, _, n in comes_back:  # rank after rank
         summed[token - unshared :][:n] += grads_from_others[done : done + n]
         done += n
-    for target, sums in zip(own, _split(summed[: tokens - unshared], own), strict=True):
+    for target, sums in zip(own, _split(summed, own), strict=True):
         target[unshared:] = sums
     return own[0], own[1]
 
@@ -127,8 +132,8 @@ def _(
     dk_KHD: Tensor,
     dv_KHD: Tensor,
     runs: Tensor,
-    sends: Tensor,
-    received: Tensor,
+    returns: Tensor,
+    ranks: int,
     tokens: int,
     group: str,
 ) -> tuple[Tensor, Tensor]:
@@ -136,46 +141,44 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    k_CHD, _, *tables, _, group = inputs
-    ctx.save_for_backward(*tables)
-    ctx.tokens, ctx.group = k_CHD.shape[0], group
+    k_CHD, _, runs, _, received, returns, _, group = inputs
+    ctx.save_for_backward(runs, returns)
+    ctx.options = received.shape[0], k_CHD.shape[0], group
 
 
 def _backward(ctx: Any, dk_KHD: Tensor, dv_KHD: Tensor) -> tuple[Tensor | None, ...]:
-    dk_CHD, dv_CHD = gather_keys_backward(dk_KHD, dv_KHD, *ctx.saved_tensors, ctx.tokens, ctx.group)
-    return dk_CHD, dv_CHD, None, None, None, None, None
+    dk_CHD, dv_CHD = gather_keys_backward(dk_KHD, dv_KHD, *ctx.saved_tensors, *ctx.options)
+    return dk_CHD, dv_CHD, None, None, None, None, None, None
 
 
 gather_keys_forward.register_autograd(_backward, setup_context=_save)
 
 
-def _slices(x_CHD: Tensor, sends: Tensor) -> Tensor:
-    """The tokens that are sent, `[S, Hkv, D]`."""
-    return torch.cat([x_CHD[:0], *(x_CHD[token : token + n] for token, _, n in sends.tolist())])
+def _side_by_side(sources: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """`[S, 2 · Hkv · D]`: ranges (first token, tokens) of the sources, one after another."""
+    rows = sources[0].new_empty(sum(n for _, n in ranges), sum(x[0].numel() for x in sources))
+    for target, x in zip(_split(rows, sources), sources, strict=True):
+        done = 0
+        for begin, n in ranges:
+            target[done : done + n] = x[begin : begin + n]
+            done += n
+    return rows
 
 
 def _copy_runs(
     targets: Sequence[Tensor], sources: Sequence[Tensor], runs: Tensor, *, first_token: int
 ) -> None:
     """Copy the runs whose tokens are those of the sources."""
-    for token, key, n in runs.tolist():
+    for token, _, n, key in runs.tolist():
         begin = token - first_token
         if 0 <= begin < len(sources[0]):
             for target, x in zip(targets, sources, strict=True):
                 target[key : key + n] = x[begin : begin + n]
 
 
-def _add_runs(summed: Tensor, gradients: Sequence[Tensor], runs: CopyRanges, unshared: int) -> None:
-    """Add the gradients of these runs to the sums, whose first token is `unshared`."""
-    for token, key, n in runs:
-        skip = max(0, min(unshared - token, n))
-        for sums, x in zip(_split(summed, gradients), gradients, strict=True):
-            sums[token + skip - unshared :][: n - skip] += x[key + skip : key + n]
-
-
-def _leading_unshared_tokens(runs: CopyRanges, sends: CopyRanges, tokens: int) -> int:
-    """How many of the first own tokens are the first keys, too, and no others, and are not sent."""
-    others = [token for token, _, n in (*runs[1:], *sends) if n]
+def _leading_unshared_tokens(runs: CopyRanges, returns: CopyRanges, tokens: int) -> int:
+    """How many of the first own tokens are the first keys, too, and no others, here or there."""
+    others = [token for token, _, n, *_ in (*runs[1:], *returns) if n]
     return min([runs[0][2], tokens, *others])
 
 
@@ -187,9 +190,11 @@ def _split(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _counts(sends: Tensor, received: Tensor) -> list[int]:
-    """The tokens sent to each rank."""
-    counts: list[int] = torch.zeros_like(received).index_add(0, sends[:, 1], sends[:, 2]).tolist()
+def _by_rank(ranges: Sequence[Sequence[int]], ranks: int) -> list[int]:
+    """How many tokens the ranges (token, rank, tokens, …) have of each rank."""
+    counts = [0] * ranks
+    for _, rank, n, *_ in ranges:
+        counts[rank] += n
     return counts
 
 

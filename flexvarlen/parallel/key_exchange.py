@@ -41,10 +41,13 @@ class KeyExchange:
 
     Attributes:
         layout_k: the keys that each of the rank's pieces needs, on the device of the tokens.
-        runs: int64 `[N, 3]` on the host, (token, key, tokens): where the gathered keys come from;
-            the first begins at token 0 and key 0, and may be empty.
-        sends: int64 `[M, 3]` on the host, (token, destination, tokens), by destination.
-        received: int64 `[P]` on the host, the tokens received from each rank.
+        runs: int64 `[N, 4]` on the host, (token, rank, tokens, key): where the gathered keys come
+            from, own ones first, then by rank. The first begins at token 0 and key 0, and may be
+            empty.
+        sends: int64 `[M, 3]` on the host, (token, rank, tokens), by rank: whose keys go there.
+        received: int64 `[P]` on the host, the tokens whose keys come from each rank.
+        returns: int64 `[L, 3]` on the host, (token, rank, tokens), by rank: whose gradients come
+            back, once for each piece there that attends to them.
         own_keys: int64 `[C]`, on the device of the tokens: the key of each of the rank's tokens,
             where its query is put, too; None where queries stay as they are.
     """
@@ -53,6 +56,7 @@ class KeyExchange:
     runs: Tensor
     sends: Tensor
     received: Tensor
+    returns: Tensor
     own_keys: Tensor | None = None
 
     @classmethod
@@ -97,14 +101,27 @@ class KeyExchange:
         received = [0] * len(pieces)
         for sent in needed[rank]:
             received[sent.rank] += sent.tokens
+        gathered = [
+            (other, part)
+            for other, of_rank in enumerate(keys)
+            for parts in of_rank
+            for part in parts
+            if part.rank != other
+        ]
+        returns = [
+            (part.token, other, part.tokens) for other, part in gathered if part.rank == rank
+        ]
+        owners = Counter(part.rank for _, part in gathered)
         return cls(
             layout_k,
             runs=_table(
                 _runs(keys[rank], needed[rank], rank, tokens_per_rank),
+                columns=4,
                 at_least=1 + max(sum(map(len, own)) for own in keys),
             ),
             sends=_table(sends, at_least=max(Counter(senders).values(), default=1)),
             received=_on_host(received),
+            returns=_table(returns, at_least=max(owners.values(), default=1)),
             own_keys=_own_keys(keys[rank], pieces[rank], plan.padding(rank)) if two_sided else None,
         )
 
@@ -196,22 +213,22 @@ def _needed(keys: list[list[_HeldPiece]], rank: int) -> list[_Sent]:
 
 def _runs(
     keys: list[list[_HeldPiece]], needed: list[_Sent], rank: int, tokens: int
-) -> list[tuple[int, int, int]]:
-    """(token, key, tokens) of the gathered keys; adjacent ones, of whole documents, are one run."""
+) -> list[tuple[int, int, int, int]]:
+    """(token, rank, tokens, key) of the gathered keys; adjacent ones of a rank are one run."""
     firsts = [(sent.rank, sent.token) for sent in needed]
     arrivals = [*accumulate((sent.tokens for sent in needed), initial=tokens)]
-    found = [(0, 0, 0)]
+    found = [(0, rank, 0, 0)]
     for part in (part for parts in keys for part in parts):
         token = part.token
         if part.rank != rank:
             at = bisect_right(firsts, (part.rank, part.token)) - 1
             token += arrivals[at] - needed[at].token
-        start, key, length = found[-1]
-        if start + length == token != tokens:  # no run is of own and of received tokens
-            found[-1] = start, key, length + part.tokens
+        start, owner, length, key = found[-1]
+        if owner == part.rank and start + length == token:
+            found[-1] = start, owner, length + part.tokens, key
         else:
-            found.append((token, key + length, part.tokens))
-    return found
+            found.append((token, part.rank, part.tokens, key + length))
+    return sorted(found, key=lambda run: (run[1] != rank, run[1]))
 
 
 def _in_quarters(keys: int, tokens: int) -> int:
@@ -220,10 +237,10 @@ def _in_quarters(keys: int, tokens: int) -> int:
     return -(-keys // quarter) * quarter
 
 
-def _table(runs: Sequence[tuple[int, int, int]], *, at_least: int) -> Tensor:
-    """int64 `[N, 3]`, N a power of two; runs without tokens at the end."""
-    size = round_up_to_power_of_two(max(len(runs), at_least))
-    return _on_host([*runs, *[(0, 0, 0)] * (size - len(runs))])
+def _table(ranges: Sequence[tuple[int, ...]], *, columns: int = 3, at_least: int) -> Tensor:
+    """int64 `[N, columns]`, N a power of two; ranges without tokens at the end."""
+    size = round_up_to_power_of_two(max(len(ranges), at_least))
+    return _on_host([*ranges, *[(0,) * columns] * (size - len(ranges))])
 
 
 def _on_host(values: Sequence[Any]) -> Tensor:

@@ -179,8 +179,8 @@ MUTATIONS = (
     Mutation(
         "parallel: a key that several ranks need counts as one rank's own",
         "flexvarlen/parallel/gather_keys.py",
-        "for token, _, n in (*runs[1:], *sends) if n",
-        "for token, _, n in runs[1:] if n",
+        "for token, _, n, *_ in (*runs[1:], *returns) if n",
+        "for token, _, n, *_ in runs[1:] if n",
         DOCUMENTS,
     ),
     Mutation(

@@ -32,13 +32,28 @@ def exchanged(exchanges, own):
 def rows_of_keys(exchange, own, received):
     """The token of each row of keys; None in spare rows."""
     rows, slots = [None] * exchange.layout_k.total_tokens, own + received
-    for slot, row, n in exchange.runs.tolist():
+    for slot, _, n, row in exchange.runs.tolist():
         assert slot >= len(own) or slot + n <= len(own), (
             "a run is of own tokens or of received ones"
         )
         assert rows[row : row + n] == [None] * n, "rows are filled once"
         rows[row : row + n] = slots[slot : slot + n]
     return rows
+
+
+def check_returns(exchanges, own, received):
+    """Each rank expects gradients of the tokens for which they are returned, in their order."""
+    sent, expected = {}, {}
+    for rank, exchange in enumerate(exchanges):
+        tokens = own[rank] + received[rank]
+        for slot, to, n, _ in exchange.runs.tolist():
+            if slot >= len(own[rank]):
+                sent.setdefault((rank, to), []).extend(tokens[slot : slot + n])
+        returns = [returned for returned in exchange.returns.tolist() if returned[2]]
+        assert returns == sorted(returns, key=lambda returned: returned[1]), "as they arrive"
+        for slot, source, n in returns:
+            expected.setdefault((source, rank), []).extend(own[rank][slot : slot + n])
+    assert sent == expected
 
 
 @given(LENGTHS, st.integers(1, 16), st.integers(0, 9), st.booleans(), st.booleans())
@@ -55,7 +70,10 @@ def test_the_keys_of_a_piece_are_its_documents(lengths, ranks, padding, causal, 
         return
     own = plan.order().reshape(ranks, -1).tolist()
     begins = np.cumsum([0, *lengths])
-    for rank, received in enumerate(exchanged([shard.exchange for shard in shards], own)):
+    exchanges = [shard.exchange for shard in shards]
+    all_received = [*exchanged(exchanges, own)]
+    check_returns(exchanges, own, all_received)
+    for rank, received in enumerate(all_received):
         assert len(received) == len(set(received)), "each key travels once to a rank"
         assert not set(received) & set(own[rank]), "what it has does not"
         rows = rows_of_keys(shards[rank].exchange, own[rank], received)
@@ -83,7 +101,9 @@ def test_the_keys_of_a_window_are_those_it_reaches(lengths, ranks, padding, wind
         return
     own = plan.order().reshape(ranks, -1).tolist()
     begins = np.cumsum([0, *lengths])
-    for rank, received in enumerate(exchanged(keys, own)):
+    all_received = [*exchanged(keys, own)]
+    check_returns(keys, own, all_received)
+    for rank, received in enumerate(all_received):
         assert len(received) == len(set(received)), "each key travels once to a rank"
         rows = rows_of_keys(keys[rank], own[rank], received)
         assert set(received) == set(rows) - {None} - set(own[rank]), "and if a query needs it"
@@ -116,7 +136,8 @@ def test_sizes_are_the_same_on_all_ranks(lengths, ranks, causal, contiguous, win
         for exchange in filter(None, (layout.shard.exchange, layout.shard.windowed)):
             k = exchange.layout_k
             found += [k.total_tokens, k.capacity, k.max_seqlen_bound, exchange.own_keys is None]
-            found += [exchange.runs.shape, exchange.sends.shape, exchange.received.shape]
+            tables = exchange.runs, exchange.sends, exchange.received, exchange.returns
+            found += [table.shape for table in tables]
         return found
 
     assert all(sizes(layout) == sizes(layouts[0]) for layout in layouts)

@@ -63,7 +63,8 @@ def test_all_tensors_but_the_tables_move():
     shard = shard_of([12]).to("meta").shard
     assert shard.starts.device.type == "meta"
     assert shard.exchange.layout_k.device.type == "meta"
-    tables = shard.exchange.runs, shard.exchange.sends, shard.exchange.received
+    exchange = shard.exchange
+    tables = exchange.runs, exchange.sends, exchange.received, exchange.returns
     assert {x.device.type for x in tables} == {"cpu"}
 
 
