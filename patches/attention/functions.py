@@ -20,8 +20,8 @@ from transformers.masking_utils import sdpa_mask
 
 from flexvarlen.attention.api import to_one_head_dim
 from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
-from flexvarlen.patches.attention.context import PackedForward, PackedVision, Unpacked
 from flexvarlen.patches.attention.decoding import attend_to_cache
+from flexvarlen.patches.attention.packed_forward import PackedForward, PackedVision, Unpacked
 from flexvarlen.patches.attention.without_patch import (
     check_unpacked,
     is_unpacked,

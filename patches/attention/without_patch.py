@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
-from flexvarlen.patches.attention.context import PackedForward, Unpacked
-from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
+from flexvarlen.patches.attention.packed_forward import PackedForward, Unpacked
+from flexvarlen.patches.attention.refuse_context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
 from flexvarlen.patches.batch.unpacked_rows import OTHER_KEYS, check_one_document
 from flexvarlen.patches.batch.unsupported_keywords import refuse_unread

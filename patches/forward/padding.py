@@ -16,7 +16,7 @@ from torch import Tensor
 from flexvarlen.layout.arguments import as_int
 from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.attention.context import PackedForward
+from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.find_layout import BOUNDARIES
 from flexvarlen.patches.batch.padded_batch import (
     PaddedBatch,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexvarlen.patches.attention.context import PackedForward, Unpacked
+from flexvarlen.patches.attention.packed_forward import PackedForward, Unpacked
 from flexvarlen.patches.state import CONTEXT, LOST_DOCUMENTS
 from flexvarlen.patches.why_not import CONVOLUTION, functions_of
 from flexvarlen.recurrent.documents import RecurrentDocuments

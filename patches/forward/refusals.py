@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
 from flexvarlen.layout.labels import LABEL_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.attention.context import PackedForward
-from flexvarlen.patches.attention.context_parallel import refuse_context_parallel
+from flexvarlen.patches.attention.packed_forward import PackedForward
+from flexvarlen.patches.attention.refuse_context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.unsupported_keywords import refuse_unread
 from flexvarlen.patches.forward.heads import HEAD, HeadReference

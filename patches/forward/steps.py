@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS, unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.attention.context import PackedForward, Unpacked
+from flexvarlen.patches.attention.packed_forward import PackedForward, Unpacked
 from flexvarlen.patches.batch.labels import mask_labels
 from flexvarlen.patches.batch.padded_batch import PaddedBatch, share_prefixes_of_rows
 from flexvarlen.patches.batch.positions import (

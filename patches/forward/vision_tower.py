@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, vision_utils
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.attention.context import PackedVision
+from flexvarlen.patches.attention.packed_forward import PackedVision
 from flexvarlen.patches.forward.steps import packed_forward
 from flexvarlen.patches.forward.wrapper import Steps, unwrap_forward, wrap_forward
 from flexvarlen.patches.models.layers import VISION, attention_layers

@@ -15,7 +15,7 @@ from flexvarlen.parallel.ulysses import shard_tokens
 from flexvarlen.patches.batch.positions import causal_positions
 
 if TYPE_CHECKING:
-    from flexvarlen.patches.attention.context import PackedForward
+    from flexvarlen.patches.attention.packed_forward import PackedForward
 
 
 def own_temperature(

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 import flexvarlen as fv
 from flexvarlen.patches import IMPLEMENTATIONS
 from flexvarlen.patches import api as model
-from flexvarlen.patches.attention.context import PackedForward
+from flexvarlen.patches.attention.packed_forward import PackedForward
 
 WAYS = ("name", "patched", "stock")
 

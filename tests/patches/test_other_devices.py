@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import flexvarlen as fv
 from flexvarlen.measure import time_interleaved
-from flexvarlen.patches.attention.context import PackedForward
+from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
 from flexvarlen.patches.isolation.model_run import _State
 from flexvarlen.patches.isolation.verify import verify_isolation

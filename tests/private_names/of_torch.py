@@ -17,7 +17,7 @@ TORCH = (
     Name("torch._C._functorch.is_functorch_wrapped_tensor", "attention/api.py"),
     Name(
         "torch.autograd.forward_ad._current_level",
-        "attention/api.py patches/attention/context.py",
+        "attention/api.py patches/attention/packed_forward.py",
         holds=behaviour.no_forward_mode_by_default,
     ),
     Name(
@@ -85,7 +85,7 @@ TORCH = (
     ),
     Name(
         "torch.nn.functional.scaled_dot_product_attention",
-        "patches/attention/context_parallel.py",
+        "patches/attention/refuse_context_parallel.py",
         holds=behaviour.sdpa_is_torchs_own,
     ),
     Name(

@@ -14,19 +14,19 @@ _SHARES = "patches/context_parallel_trainer.py"
 ACCELERATE = (
     Name(
         "accelerate.state.AcceleratorState._shared_state",
-        "patches/attention/context_parallel.py",
+        "patches/attention/refuse_context_parallel.py",
     ),
     Name(
         "accelerate.state.AcceleratorState.parallelism_config",
-        "patches/attention/context_parallel.py",
+        "patches/attention/refuse_context_parallel.py",
     ),
     Name(
         "accelerate.parallelism_config.ParallelismConfig.cp_enabled",
-        "patches/attention/context_parallel.py",
+        "patches/attention/refuse_context_parallel.py",
     ),
     Name(
         "accelerate.parallelism_config.ParallelismConfig.sp_enabled",
-        "patches/attention/context_parallel.py",
+        "patches/attention/refuse_context_parallel.py",
     ),
     Name("accelerate.state.GradientState.dataloader_references", _PASS),
     *(

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, LlamaConfig
 import flexvarlen as fv
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.spec import MaskSpec
-from flexvarlen.patches.attention.context import PackedForward
+from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.attention.without_patch import packed_by_name
 from flexvarlen.patches.models.layers import LayerKind
 

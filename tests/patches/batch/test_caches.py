@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 import flexvarlen as fv
-from flexvarlen.patches.attention.context import PackedForward
+from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from tests.tiny_models import new_model, shared_model
 

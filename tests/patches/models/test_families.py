@@ -13,7 +13,7 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
-from flexvarlen.patches.attention.context import PackedForward
+from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.parts import ModelParts
 from tests.backends import ON_GPU

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 import flexvarlen as fv
-from flexvarlen.patches.attention.context import PackedForward
+from flexvarlen.patches.attention.packed_forward import PackedForward
 from tests.oracle import assert_as_accurate
 from tests.patches.models.test_vision_families import (
     KINDS,
