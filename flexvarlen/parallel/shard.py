@@ -222,8 +222,8 @@ def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
     tokens = layout.total_tokens
     if tokens % size or not tokens:
         return (
-            f"total_tokens must be a multiple of the {size} ranks, got {tokens}; pad the row: pass "
-            "such a total_tokens to PackedCollator or PackedLayout.from_lengths."
+            f"total_tokens must be a positive multiple of the {size} ranks, got {tokens}; pad the "
+            "row: pass such a total_tokens to PackedCollator or PackedLayout.from_lengths."
         )
     for name, x in batch.items():
         if not _is_replicated(x) and not (isinstance(x, Tensor) and x.shape == (1, tokens)):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertForSequenceClassification, BertModel, Gemma3TextModel
+from transformers import Gemma3TextModel
 
 import flexvarlen as fv
 from flexvarlen.parallel.documents import documents_attention
@@ -22,22 +22,13 @@ from flexvarlen.parallel.key_exchange import KeyExchange
 from flexvarlen.parallel.pieces import Piece
 from flexvarlen.parallel.plan import RowPlan, plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
-from tests.parallel.sharded_models import sentences
-from tests.tiny_models import VOCABULARY, config_of, new_model
+from tests.parallel.documents_refusals import refusals
+from tests.parallel.documents_rows import ROWS, TOKENS, TREES, batch_of, tree_samples
+from tests.tiny_models import config_of, new_model
 
 WORLD = 8
 GROUPS = {2: (6, 7), 3: (1, 2, 3), 4: (0, 2, 4, 6), 8: tuple(range(8))}
 """The processes of the world that share a row, by their number: one start for all cases."""
-TOKENS = 120  # which these numbers divide
-ROWS = {
-    "mixed": (41, 1, 40, 37),  # and a token of padding
-    "long": (100, 1, 19),  # longer than a rank
-    "one": (120,),
-    "first": (80, 12, 4, 24),  # all tokens of the first of two ranks are sent
-    "short": (1,) * 60,  # each whole on a rank, however many
-    "edge": (59, 30, 31),  # of the second document the first of two ranks has a token
-    "padded": (50, 30),  # the last of four ranks has padding alone
-}
 
 
 @dataclass(frozen=True)
@@ -137,29 +128,6 @@ CALLS = (
     Attention("wide_window_to_both_sides", 4, "long", options={"causal": False, "window": 45}),
     Attention("compiled", 2, "one", compiled=True),
 )
-
-
-def batch_of(lengths: tuple[int, ...]) -> dict[str, Any]:
-    """One packed row, with labels."""
-    generator = torch.Generator().manual_seed(len(lengths))
-    ids = torch.randint(3, VOCABULARY, (1, TOKENS), generator=generator)
-    layout = fv.PackedLayout.from_lengths(lengths, total_tokens=TOKENS)
-    return {"input_ids": ids, "labels": ids.clone(), "packed_layout": layout}
-
-
-TREES = fv.TreeCollator(total_tokens=TOKENS, capacity=32, max_seqlen_bound=64, max_depth=3)
-
-
-def tree_samples(seed: int) -> list[dict[str, list[int]]]:
-    """Five prompts with answers; no tree is longer than a quarter of the row."""
-    generator = torch.Generator().manual_seed(seed)
-    samples = []
-    for prompt, answers in ((9, (4, 7, 2)), (5, (6, 6)), (12, (0,)), (3, (10, 1, 5, 8)), (7, (3,))):
-        sizes = [prompt, *answers]
-        ids = torch.randint(3, VOCABULARY, (sum(sizes),), generator=generator).split(sizes)
-        of_prompt = [torch.cat([ids[0], answer]).tolist() for answer in ids[1:]]
-        samples += [{"input_ids": x, "labels": [-100, -100, *x[2:]]} for x in of_prompt]
-    return samples
 
 
 ENCODERS = ("modernbert", "bert", "roberta")
@@ -321,116 +289,6 @@ def rounded_once(group: Any) -> torch.Tensor:
     return found[:2]
 
 
-REFUSED = {
-    "whole row": "layout must be the shard of rank",
-    "prefix": "documents_attention has no prefix; leave it out",
-    "prefixes": "documents_attention has no prefix; leave it out",
-    "chunks to both sides": "documents_attention has no chunk; leave it out",
-    "invariant attention": "documents_attention has no batch_invariant; leave it out",
-    "batch of one rank": "input_ids must be one row, [1, 120], got [1, 119]; leave it out",
-    "no batch on a rank": "batch must be a mapping with packed_layout on every rank, got NoneType",
-    "no tokens": "total_tokens must be a multiple of the 2 ranks, got 0",
-    "shard of a shard": "packed_layout must be that of a whole row, got the shard of rank",
-    "rank": "rank must be that of one of the 2 ranks that share the row, got 2",
-    "window of two sides": "documents_attention has no window (left, right); leave it out",
-    "other mask": "the layout of a shard must be made for attention with causal=False, got",
-    "encoder": "the layout of a shard must be made for attention with causal=False, got",
-    "encoder's windows": "the layout of a shard must be made for attention with causal=False, w",
-    "encoder's shard": "the layout of a shard must be made for attention with causal=True, got",
-    "encoder's labels shifted": "labels of a shard must come with num_items_in_batch",
-    "encoder's tuple": "return_dict must stay True with labels of a shard",
-    "no window": "window must be an integer of at least 1, got 0",
-    "pooler": "BertModel pools documents",
-    "classifier": "BertForSequenceClassification pools documents",
-    "shard by itself": "layout must be of whole documents, got one rank's shard",
-    "no group": "packed_layout must be of whole documents, got one rank's shard",
-    "another's shard": "packed_layout must be the shard of rank",
-    "cache": "use_cache must be left out under sequence_parallel_group",
-    "labels not shifted": "labels of a shard must come with shift_labels",
-    "tree by heads": "shard_row does not cut trees",
-    "tree too long": "each tree must lie whole on one of the 2 ranks, of 60 tokens each, got one",
-    "row of trees": "a packed_layout of trees is not supported with sequence_parallel_group",
-    "labels of this rank": "label_counts of a shard must come with num_items_in_batch",
-    "method": "method must be one of 'documents', 'contiguous', 'ulysses'",
-    "hybrid by documents": "a model with recurrent layers must get the next tokens of the row",
-    "hybrid, nothing cut": "a model with recurrent layers must get the next tokens of the row",
-    "batch_invariant": "batch_invariant does not hold where documents are cut",
-    "hybrid by heads": "a model with recurrent layers must get the next tokens of the row",
-}
-
-
-def refused(group: Any) -> dict[str, str]:
-    """The sentences of what cannot be; no rank waits for another."""
-    rank, batch = dist.get_rank(group), batch_of(ROWS["long"])
-    reordered = dict(reversed(batch.items()))  # which is the same row
-    whole, shard = batch["packed_layout"], fv.shard_row(reordered if rank else batch, group)
-    own, x = shard["packed_layout"], torch.randn(TOKENS // 2, 2, 16)
-    model, alone = new_model("llama"), fv.patch_model(new_model("llama"))
-    fv.patch_model(model, sequence_parallel_group=group)
-    mixing = fv.patch_model(new_model("lfm2"), sequence_parallel_group=group)
-    invariant = fv.patch_model(
-        new_model("llama"), batch_invariant=True, sequence_parallel_group=group
-    )
-    by_heads = fv.shard_row(batch, group, method="ulysses")
-    plan = plan_row(ROWS["long"], 2, total_tokens=TOKENS)
-    ids, others = shard["input_ids"], sharded_layout(plan, 1 - rank)
-    of_encoder = fv.shard_row(batch, group, causal=False)
-    both_ways = of_encoder["packed_layout"]
-    bert, modernbert = new_model("bert"), new_model("modernbert")
-    of_bert = BertModel(bert.config), BertForSequenceClassification(bert.config)
-    encoder, windows, pooler, classifier = (
-        fv.patch_model(each, sequence_parallel_group=group) for each in (bert, modernbert, *of_bert)
-    )
-    nothing = fv.PackedLayout.from_lengths([])
-    tree = fv.PackedLayout.from_tree([60, 30, 30], parents=[-1, 0, 0])
-    trees = TREES(tree_samples(0))
-    uncounted = fv.shard_row(trees, group)
-    del uncounted["num_items_in_batch"]
-
-    def attend(layout: Any, **options: Any) -> None:
-        documents_attention(x, x, x, layout, group=group, **options)
-
-    calls = {
-        "whole row": lambda: attend(whole),
-        "prefix": lambda: attend(own, prefix=3),
-        "prefixes": lambda: attend(own, prefix=torch.tensor([1, 0, 0])),
-        "chunks to both sides": lambda: attend(both_ways, chunk=5, causal=False),
-        "invariant attention": lambda: attend(own, batch_invariant=True),
-        "batch of one rank": lambda: fv.shard_row(
-            batch | {"input_ids": batch["input_ids"][:, rank:]}, group
-        ),
-        "no batch on a rank": lambda: fv.shard_row(batch if rank else None, group),
-        "no tokens": lambda: fv.shard_row({"packed_layout": nothing}, group),
-        "shard of a shard": lambda: fv.shard_row(shard, group),
-        "rank": lambda: fv.shard_batch(batch, 2, 2),
-        "window of two sides": lambda: attend(both_ways, window=(3, 2), causal=False),
-        "encoder": lambda: encoder(**shard),
-        "encoder's windows": lambda: windows(ids, packed_layout=both_ways),
-        "encoder's shard": lambda: model(ids, packed_layout=both_ways),
-        "encoder's labels shifted": lambda: encoder(**shard | {"packed_layout": both_ways}),
-        "encoder's tuple": lambda: encoder(**of_encoder, return_dict=False),
-        "no window": lambda: fv.shard_row(batch, group, window=0),
-        "pooler": lambda: pooler(ids, packed_layout=both_ways),
-        "classifier": lambda: classifier(ids, packed_layout=both_ways),
-        "other mask": lambda: attend(own, causal=False),
-        "shard by itself": lambda: fv.packed_attention(x, x, x, own),
-        "no group": lambda: alone(**shard),
-        "another's shard": lambda: model(ids, packed_layout=others),
-        "cache": lambda: model(ids, packed_layout=own, use_cache=True),
-        "labels not shifted": lambda: model(ids, packed_layout=own, labels=ids),
-        "tree by heads": lambda: fv.shard_row(trees, group, method="ulysses"),
-        "tree too long": lambda: fv.shard_row({"packed_layout": tree}, group),
-        "row of trees": lambda: model(ids, packed_layout=tree),
-        "labels of this rank": lambda: model(**uncounted),
-        "method": lambda: fv.shard_row(batch, group, method="tokens"),
-        "hybrid by documents": lambda: mixing(**shard),
-        "hybrid by heads": lambda: mixing(**by_heads),
-        "hybrid, nothing cut": lambda: mixing(**fv.shard_row(batch_of((60, 60)), group)),
-        "batch_invariant": lambda: invariant(**shard),
-    }
-    return sentences(calls)
-
-
 def run(rank: int, folder: str) -> None:
     """Every case of the groups that this process is in."""
     torch.set_num_threads(1)
@@ -453,7 +311,7 @@ def run(rank: int, folder: str) -> None:
                     "trees": graphs(group, "llama", trees),
                 }
                 found["embedded"] = embedded(group)
-                found["refused"] = refused(group)
+                found["refused"] = refusals(group)
                 found["rounded_once"] = rounded_once(group)
     torch.save(found, Path(folder) / f"{rank}.pt")
     os._exit(0)  # without destructors, as in two_processes.py

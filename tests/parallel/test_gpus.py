@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import flexvarlen as fv
-from tests.parallel.documents_ranks import Model, batch_of
+from tests.parallel.documents_ranks import Model
+from tests.parallel.documents_rows import batch_of
 from tests.two_processes import start
 
 KINDS = ("llama", "modernbert", "lfm2", "qwen3_5_text")  # the last tunes fla's kernels: a minute

@@ -10,8 +10,8 @@ import torch
 import torch.multiprocessing as mp
 
 import flexvarlen as fv
-from tests.parallel import sharded_models
-from tests.parallel.sharded_models import MODELS
+from tests.parallel.refused import assert_all_refused
+from tests.parallel.ulysses_models import MODELS
 from tests.parallel.ulysses_ranks import BATCH, CASES, LENGTHS, TOKENS, run
 
 RANKS = (2, 4, 8)
@@ -86,30 +86,11 @@ def test_no_backend_meets_a_tensor_that_is_on_its_way(shares):
     assert shares[2][0]["tensor_types"] == {torch.Tensor}
 
 
-def test_mistakes_are_sentences(shares):
-    words = [
-        "layout must cover the 5 tokens of each of 4 ranks, got 128 tokens",
-        "num_heads must be a multiple of the 4 ranks, got 3",
-        "ulysses_attention has no return_lse",
-        "input_ids must be one row, [1, 128], got [2, 64]",
-        "total_tokens must be a multiple of the 4 ranks, got 129",
-        "batch must be the same row on every rank of the group, got another on rank 1",
-        "batch must be the same row on every rank of the group, got another on rank 1",
-        "batch must have its documents as packed_layout, a PackedLayout, got NoneType",
-        "batch must have its documents as packed_layout, a PackedLayout, got NoneType",
-        "batch must be the same row on every rank of the group, got another on rank 1",
-        "batch must be the same row on every rank of the group, got another on rank 1",
-        "the options must be the same on every rank of the group, {'method': 'documents', ",
-        "group must be one that this process is in",
-    ]
-    said = shares[4][0]["errors"]
-    assert [sentence.startswith(word) for sentence, word in zip(said, words, strict=True)] == (
-        [True] * len(words)
-    ), said
-    assert "got another on rank 0" in shares[4][1]["errors"][-4]
-
-
-# ---- models ----
+@pytest.mark.parametrize("ranks", RANKS)
+def test_refused_calls(shares, ranks):
+    for share in shares[ranks]:
+        assert_all_refused(share["refused"])
+        assert_all_refused(share["models"]["refused"])
 
 
 @pytest.mark.filterwarnings("ignore:num_items_in_batch counts")
@@ -130,14 +111,6 @@ def _assert_near(actual, expected, name=""):
     # Sums over tokens in another order: 12 roundings (2 ** -24) were seen.
     error = (actual - expected).abs().max()
     assert error <= 5e-6 * expected.abs().max(), name
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_what_a_shard_cannot_honour_is_a_sentence(shares, ranks):
-    for share in shares[ranks]:
-        said = share["models"]["refused"]
-        for name, begins in sharded_models.REFUSED.items():
-            assert said[name].startswith(begins)
 
 
 def test_a_copy_keeps_the_group_and_a_pickle_leaves_it_out(shares):

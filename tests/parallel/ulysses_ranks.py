@@ -13,7 +13,8 @@ import flexvarlen as fv
 from flexvarlen.parallel import ulysses
 from flexvarlen.parallel.shard import shard_row
 from flexvarlen.parallel.ulysses import ulysses_attention
-from tests.parallel import sharded_models
+from tests.parallel import ulysses_models
+from tests.parallel.refused import Refused, refused
 
 LENGTHS = (37, 1, 50, 22)
 TOKENS = 128
@@ -89,8 +90,8 @@ def run(rank: int, ranks: int, folder: str) -> None:
     own = shard_row({**BATCH, "packed_layout": layout, **counted}, method="ulysses")
     found["shifted_and_counted"] = own["shift_labels"], own["num_items_in_batch"]
     found["tensor_types"] = tensor_types(layout)
-    found["errors"] = errors(layout)
-    found["models"] = sharded_models.found(ranks)
+    found["refused"] = refusals(layout)
+    found["models"] = ulysses_models.found(ranks)
     torch.save(found, Path(folder) / f"{ranks}-{rank}.pt")
     dist.destroy_process_group()
 
@@ -127,38 +128,63 @@ def tensor_types(layout: Any) -> set[type]:
     return seen
 
 
-def errors(layout: Any) -> list[str]:
-    """The sentences of what cannot be."""
+def refusals(layout: Any) -> Refused:
+    """Of `ulysses_attention` and `shard_row`, on this number of ranks."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    said = []
-    for make in (
-        lambda: ulysses_attention(*[torch.randn(5, 8, 16)] * 3, layout),
-        lambda: ulysses_attention(*[torch.randn(TOKENS // ranks, 3, 16)] * 3, layout),
-        lambda: ulysses_attention(
-            *[torch.randn(TOKENS // ranks, 8, 16)] * 3, layout, return_lse=True
+    row = BATCH | {"packed_layout": layout}
+    longer = fv.PackedLayout.from_lengths([TOKENS + 1], total_tokens=TOKENS + 1)
+    others = fv.PackedLayout.from_lengths([60 + rank, 68 - rank])
+    weights = torch.full((1, TOKENS), rank).bfloat16()
+    same, other = "batch must be the same row on every rank of the group", 0 if rank else 1
+    another_row = f"{same}, got another on rank {other}"
+    no_layout = "batch must have its documents as packed_layout, a PackedLayout, got NoneType"
+
+    def attend(tokens: int, heads: int = 8, **options: Any) -> None:
+        ulysses_attention(*[torch.randn(tokens, heads, 16)] * 3, layout, **options)
+
+    calls = {
+        "other tokens": (
+            f"layout must cover the 5 tokens of each of {ranks} ranks, got 128 tokens",
+            lambda: attend(5),
         ),
-        lambda: shard_row({"input_ids": torch.zeros(2, 64), "packed_layout": layout}),
-        lambda: shard_row(
-            {"packed_layout": fv.PackedLayout.from_lengths([TOKENS + 1], total_tokens=TOKENS + 1)}
+        "heads": (
+            f"num_heads must be a multiple of the {ranks} ranks, got 3",
+            lambda: attend(TOKENS // ranks, heads=3),
         ),
-        lambda: shard_row(
-            BATCH | {"input_ids": BATCH["input_ids"] + rank, "packed_layout": layout}
+        "lse": (
+            "ulysses_attention has no return_lse",
+            lambda: attend(TOKENS // ranks, return_lse=True),
         ),
-        lambda: shard_row(
-            BATCH | {"packed_layout": fv.PackedLayout.from_lengths([60 + rank, 68 - rank])}
+        "two rows": (
+            "input_ids must be one row, [1, 128], got [2, 64]",
+            lambda: shard_row({"input_ids": torch.zeros(2, 64), "packed_layout": layout}),
         ),
-        lambda: shard_row(BATCH),
-        # one rank's mistake, which the others would wait for
-        lambda: shard_row(BATCH | ({"packed_layout": layout} if rank else {})),
-        lambda: shard_row(
-            {"packed_layout": layout, "weights": torch.full((1, TOKENS), rank).bfloat16()}
+        "tokens that ranks do not divide": (
+            f"total_tokens must be a positive multiple of the {ranks} ranks, got 129",
+            lambda: shard_row({"packed_layout": longer}),
         ),
-        lambda: shard_row(BATCH | {"packed_layout": layout, "num_items_in_batch": rank}),
-        lambda: shard_row(BATCH | {"packed_layout": layout}, causal=rank > 0),
-        lambda: shard_row(BATCH | {"packed_layout": layout}, dist.GroupMember.NON_GROUP_MEMBER),
-    ):
-        try:
-            make()
-        except (ValueError, NotImplementedError) as error:
-            said.append(str(error))
-    return said
+        "no layout": (no_layout, lambda: shard_row(BATCH)),
+        "no layout on a rank": (no_layout, lambda: shard_row(row if rank else BATCH)),
+        "other tokens on a rank": (
+            another_row,
+            lambda: shard_row(row | {"input_ids": BATCH["input_ids"] + rank}),
+        ),
+        "other documents on a rank": (
+            another_row,
+            lambda: shard_row(BATCH | {"packed_layout": others}),
+        ),
+        "other weights on a rank": (another_row, lambda: shard_row(row | {"weights": weights})),
+        "another count on a rank": (
+            another_row,
+            lambda: shard_row(row | {"num_items_in_batch": rank}),
+        ),
+        "other options on a rank": (
+            "the options must be the same on every rank of the group, {'method': 'documents', ",
+            lambda: shard_row(row, causal=rank > 0),
+        ),
+        "a group of others": (
+            "group must be one that this process is in",
+            lambda: shard_row(row, dist.GroupMember.NON_GROUP_MEMBER),
+        ),
+    }
+    return refused(calls)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForTokenClassification
 
 import flexvarlen as fv
+from tests.parallel.refused import Refused, refused
 from tests.tiny_models import VOCABULARY, new_model
 
 TOKENS = 128
@@ -130,7 +131,7 @@ MODELS = (
 def found(ranks: int) -> dict[str, Any]:
     """Every model of so many ranks."""
     shares = {case.name: case.share() for case in MODELS if case.ranks == ranks}
-    return shares | {"refused": refused(ranks)} | (copies() if ranks == 2 else {})
+    return shares | {"refused": refusals(ranks)} | (copies() if ranks == 2 else {})
 
 
 def copies() -> dict[str, str]:
@@ -156,36 +157,10 @@ def copies() -> dict[str, str]:
 
 WHOLE = "packed_layout must cover the"
 OUT = "must be left out under sequence_parallel_group"
-REFUSED = {
-    "no layout": "packed_layout must come with each rank's shard",
-    "lengths for a layout": "packed_layout must come with each rank's shard",
-    "layout of the shard": WHOLE,
-    "another shard": WHOLE,
-    "two rows": WHOLE,
-    "attention_mask": f"attention_mask {OUT}",
-    "document ids": f"attention_mask {OUT}",
-    "cu_seq_lens": f"cu_seq_lens_q {OUT}",
-    "seq_idx": f"seq_idx {OUT}",
-    "cache": f"use_cache {OUT}",
-    "logits_to_keep": f"logits_to_keep {OUT}",
-    "generate": (f"cache {OUT}", f"past_key_values {OUT}"),  # from transformers 5.24 on, before
-    "positions of the row": "position_ids must be those of the shard",
-    "labels not shifted": "labels of a shard must come with shift_labels",
-    "mean of the shard": "labels of a shard must come with shift_labels",
-    "own loss": "model.loss_function must have parameters shift_labels and num_items_in_batch",
-    "labels of tokens": "labels must be next tokens under sequence_parallel_group",
-    "auxiliary loss": "output_router_logits must be False",
-    "dropout": "attention dropout must be 0",
-    "images": "a model with sequence_parallel_group must be over text",
-    "longrope": "a model with sequence_parallel_group must be over text",
-    "auxiliary loss in the config": "output_router_logits must be False",
-    "heads": "num_heads must be a multiple of the",
-    "group": "sequence_parallel_group must be a torch.distributed ProcessGroup",
-}
 
 
-def refused(ranks: int) -> dict[str, str]:
-    """The sentences of what cannot be, of a model or of a forward; no rank waits for another."""
+def refusals(ranks: int) -> Refused:
+    """Of a model or of a forward; no rank waits for another."""
     group = dist.group.WORLD
     model = fv.patch_model(new_model("mixtral", **FEW_KV_HEADS), sequence_parallel_group=group)
     row = batch_of(0)
@@ -207,40 +182,74 @@ def refused(ranks: int) -> dict[str, str]:
         fv.patch_model(new_model(kind, **changes), sequence_parallel_group=group)
 
     calls = {
-        "no layout": lambda: model(tokens),
-        "lengths for a layout": lambda: model(tokens, packed_layout=[TOKENS]),
-        "layout of the shard": lambda: model(tokens, packed_layout=own),
-        "another shard": lambda: model(tokens[:, 1:], packed_layout=layout),
-        "two rows": lambda: model(tokens.view(2, -1), packed_layout=layout),
-        "attention_mask": lambda: model(**shard, attention_mask=torch.ones_like(tokens)),
-        "document ids": lambda: model(tokens, attention_mask=torch.ones_like(tokens)),
-        "cu_seq_lens": lambda: model(tokens, cu_seq_lens_q=own.cu_seqlens),
-        "seq_idx": lambda: model(**shard, seq_idx=torch.zeros_like(tokens)),
-        "cache": lambda: model(**shard, use_cache=True),
-        "logits_to_keep": lambda: model(**shard, logits_to_keep=1),
-        "generate": lambda: model.generate(tokens, max_new_tokens=2),
-        "positions of the row": lambda: model(**shard, position_ids=torch.arange(TOKENS)[None]),
-        "labels not shifted": lambda: model(**shard, labels=tokens, num_items_in_batch=9),
-        "mean of the shard": lambda: model(**shard, labels=tokens, shift_labels=tokens),
-        "own loss": lambda: losing(**whole),
-        "labels of tokens": lambda: classifier(**whole),
-        "auxiliary loss": lambda: model(**shard, output_router_logits=True),
-        "dropout": lambda: dropping(**shard),
-        "images": lambda: patch("qwen2_vl"),
-        "longrope": lambda: patch("phi3"),
-        "auxiliary loss in the config": lambda: patch("mixtral", output_router_logits=True),
-        "heads": lambda: three_heads(**shard),
-        "group": lambda: patch("llama", "sp"),
+        "no layout": ("packed_layout must come with each rank's shard", lambda: model(tokens)),
+        "lengths for a layout": (
+            "packed_layout must come with each rank's shard",
+            lambda: model(tokens, packed_layout=[TOKENS]),
+        ),
+        "layout of the shard": (WHOLE, lambda: model(tokens, packed_layout=own)),
+        "another shard": (WHOLE, lambda: model(tokens[:, 1:], packed_layout=layout)),
+        "two rows": (WHOLE, lambda: model(tokens.view(2, -1), packed_layout=layout)),
+        "attention_mask": (
+            f"attention_mask {OUT}",
+            lambda: model(**shard, attention_mask=torch.ones_like(tokens)),
+        ),
+        "document ids": (
+            f"attention_mask {OUT}",
+            lambda: model(tokens, attention_mask=torch.ones_like(tokens)),
+        ),
+        "cu_seq_lens": (
+            f"cu_seq_lens_q {OUT}",
+            lambda: model(tokens, cu_seq_lens_q=own.cu_seqlens),
+        ),
+        "seq_idx": (f"seq_idx {OUT}", lambda: model(**shard, seq_idx=torch.zeros_like(tokens))),
+        "cache": (f"use_cache {OUT}", lambda: model(**shard, use_cache=True)),
+        "logits_to_keep": (f"logits_to_keep {OUT}", lambda: model(**shard, logits_to_keep=1)),
+        "generate": (
+            (f"cache {OUT}", f"past_key_values {OUT}"),
+            lambda: model.generate(tokens, max_new_tokens=2),
+        ),
+        "positions of the row": (
+            "position_ids must be those of the shard",
+            lambda: model(**shard, position_ids=torch.arange(TOKENS)[None]),
+        ),
+        "labels not shifted": (
+            "labels of a shard must come with shift_labels",
+            lambda: model(**shard, labels=tokens, num_items_in_batch=9),
+        ),
+        "mean of the shard": (
+            "labels of a shard must come with shift_labels",
+            lambda: model(**shard, labels=tokens, shift_labels=tokens),
+        ),
+        "own loss": (
+            "model.loss_function must have parameters shift_labels and num_items_in_batch",
+            lambda: losing(**whole),
+        ),
+        "labels of tokens": (
+            "labels must be next tokens under sequence_parallel_group",
+            lambda: classifier(**whole),
+        ),
+        "auxiliary loss": (
+            "output_router_logits must be False",
+            lambda: model(**shard, output_router_logits=True),
+        ),
+        "dropout": ("attention dropout must be 0", lambda: dropping(**shard)),
+        "images": (
+            "a model with sequence_parallel_group must be over text",
+            lambda: patch("qwen2_vl"),
+        ),
+        "longrope": (
+            "a model with sequence_parallel_group must be over text",
+            lambda: patch("phi3"),
+        ),
+        "auxiliary loss in the config": (
+            "output_router_logits must be False",
+            lambda: patch("mixtral", output_router_logits=True),
+        ),
+        "heads": ("num_heads must be a multiple of the", lambda: three_heads(**shard)),
+        "group": (
+            "sequence_parallel_group must be a torch.distributed ProcessGroup",
+            lambda: patch("llama", "sp"),
+        ),
     }
-    return sentences(calls)
-
-
-def sentences(calls):
-    """What each call that is refused says, by its name."""
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except (ValueError, NotImplementedError) as error:
-            said[name] = str(error)
-    return said
+    return refused(calls)

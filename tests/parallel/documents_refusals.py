@@ -1,0 +1,183 @@
+"""What rows divided by documents refuse, on a rank of test_documents.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import BertForSequenceClassification, BertModel
+
+import flexvarlen as fv
+from flexvarlen.parallel.documents import documents_attention
+from flexvarlen.parallel.plan import plan_row
+from flexvarlen.parallel.sharded_layout import sharded_layout
+from tests.parallel.documents_rows import ROWS, TOKENS, TREES, batch_of, tree_samples
+from tests.parallel.refused import Refused, refused
+from tests.tiny_models import new_model
+
+
+def refusals(group: Any) -> Refused:
+    """Of `shard_row`, `documents_attention` and models; no rank waits for another."""
+    rank, batch = dist.get_rank(group), batch_of(ROWS["long"])
+    reordered = dict(reversed(batch.items()))  # which is the same row
+    whole, shard = batch["packed_layout"], fv.shard_row(reordered if rank else batch, group)
+    own, x = shard["packed_layout"], torch.randn(TOKENS // 2, 2, 16)
+    model, alone = new_model("llama"), fv.patch_model(new_model("llama"))
+    fv.patch_model(model, sequence_parallel_group=group)
+    mixing = fv.patch_model(new_model("lfm2"), sequence_parallel_group=group)
+    invariant = fv.patch_model(
+        new_model("llama"), batch_invariant=True, sequence_parallel_group=group
+    )
+    by_heads = fv.shard_row(batch, group, method="ulysses")
+    plan = plan_row(ROWS["long"], 2, total_tokens=TOKENS)
+    ids, others = shard["input_ids"], sharded_layout(plan, 1 - rank)
+    of_encoder = fv.shard_row(batch, group, causal=False)
+    both_ways = of_encoder["packed_layout"]
+    bert, modernbert = new_model("bert"), new_model("modernbert")
+    of_bert = BertModel(bert.config), BertForSequenceClassification(bert.config)
+    encoder, windows, pooler, classifier = (
+        fv.patch_model(each, sequence_parallel_group=group) for each in (bert, modernbert, *of_bert)
+    )
+    nothing = fv.PackedLayout.from_lengths([])
+    tree = fv.PackedLayout.from_tree([60, 30, 30], parents=[-1, 0, 0])
+    trees = TREES(tree_samples(0))
+    uncounted = fv.shard_row(trees, group)
+    del uncounted["num_items_in_batch"]
+
+    def attend(layout: Any, **options: Any) -> None:
+        documents_attention(x, x, x, layout, group=group, **options)
+
+    calls = {
+        "whole row": ("layout must be the shard of rank", lambda: attend(whole)),
+        "prefix": (
+            "documents_attention has no prefix; leave it out",
+            lambda: attend(own, prefix=3),
+        ),
+        "prefixes": (
+            "documents_attention has no prefix; leave it out",
+            lambda: attend(own, prefix=torch.tensor([1, 0, 0])),
+        ),
+        "chunks to both sides": (
+            "documents_attention has no chunk; leave it out",
+            lambda: attend(both_ways, chunk=5, causal=False),
+        ),
+        "invariant attention": (
+            "documents_attention has no batch_invariant; leave it out",
+            lambda: attend(own, batch_invariant=True),
+        ),
+        "batch of one rank": (
+            "input_ids must be one row, [1, 120], got [1, 119]; leave it out",
+            lambda: fv.shard_row(batch | {"input_ids": batch["input_ids"][:, rank:]}, group),
+        ),
+        "no batch on a rank": (
+            "batch must be a mapping with packed_layout on every rank, got NoneType",
+            lambda: fv.shard_row(batch if rank else None, group),
+        ),
+        "no tokens": (
+            "total_tokens must be a positive multiple of the 2 ranks, got 0",
+            lambda: fv.shard_row({"packed_layout": nothing}, group),
+        ),
+        "shard of a shard": (
+            "packed_layout must be that of a whole row, got the shard of rank",
+            lambda: fv.shard_row(shard, group),
+        ),
+        "rank": (
+            "rank must be that of one of the 2 ranks that share the row, got 2",
+            lambda: fv.shard_batch(batch, 2, 2),
+        ),
+        "window of two sides": (
+            "documents_attention has no window (left, right); leave it out",
+            lambda: attend(both_ways, window=(3, 2), causal=False),
+        ),
+        "encoder": (
+            "the layout of a shard must be made for attention with causal=False, got",
+            lambda: encoder(**shard),
+        ),
+        "encoder's windows": (
+            "the layout of a shard must be made for attention with causal=False, w",
+            lambda: windows(ids, packed_layout=both_ways),
+        ),
+        "encoder's shard": (
+            "the layout of a shard must be made for attention with causal=True, got",
+            lambda: model(ids, packed_layout=both_ways),
+        ),
+        "encoder's labels shifted": (
+            "labels of a shard must come with num_items_in_batch",
+            lambda: encoder(**shard | {"packed_layout": both_ways}),
+        ),
+        "encoder's tuple": (
+            "return_dict must stay True with labels of a shard",
+            lambda: encoder(**of_encoder, return_dict=False),
+        ),
+        "no window": (
+            "window must be an integer of at least 1, got 0",
+            lambda: fv.shard_row(batch, group, window=0),
+        ),
+        "pooler": ("BertModel pools documents", lambda: pooler(ids, packed_layout=both_ways)),
+        "classifier": (
+            "BertForSequenceClassification pools documents",
+            lambda: classifier(ids, packed_layout=both_ways),
+        ),
+        "other mask": (
+            "the layout of a shard must be made for attention with causal=False, got",
+            lambda: attend(own, causal=False),
+        ),
+        "shard by itself": (
+            "layout must be of whole documents, got one rank's shard",
+            lambda: fv.packed_attention(x, x, x, own),
+        ),
+        "no group": (
+            "packed_layout must be of whole documents, got one rank's shard",
+            lambda: alone(**shard),
+        ),
+        "another's shard": (
+            "packed_layout must be the shard of rank",
+            lambda: model(ids, packed_layout=others),
+        ),
+        "cache": (
+            "use_cache must be left out under sequence_parallel_group",
+            lambda: model(ids, packed_layout=own, use_cache=True),
+        ),
+        "labels not shifted": (
+            "labels of a shard must come with shift_labels",
+            lambda: model(ids, packed_layout=own, labels=ids),
+        ),
+        "tree by heads": (
+            "shard_row does not cut trees",
+            lambda: fv.shard_row(trees, group, method="ulysses"),
+        ),
+        "tree too long": (
+            "each tree must lie whole on one of the 2 ranks, of 60 tokens each, got one",
+            lambda: fv.shard_row({"packed_layout": tree}, group),
+        ),
+        "row of trees": (
+            "a packed_layout of trees is not supported with sequence_parallel_group",
+            lambda: model(ids, packed_layout=tree),
+        ),
+        "labels of this rank": (
+            "label_counts of a shard must come with num_items_in_batch",
+            lambda: model(**uncounted),
+        ),
+        "method": (
+            "method must be one of 'documents', 'contiguous', 'ulysses'",
+            lambda: fv.shard_row(batch, group, method="tokens"),
+        ),
+        "hybrid by documents": (
+            "a model with recurrent layers must get the next tokens of the row",
+            lambda: mixing(**shard),
+        ),
+        "hybrid by heads": (
+            "a model with recurrent layers must get the next tokens of the row",
+            lambda: mixing(**by_heads),
+        ),
+        "hybrid, nothing cut": (
+            "a model with recurrent layers must get the next tokens of the row",
+            lambda: mixing(**fv.shard_row(batch_of((60, 60)), group)),
+        ),
+        "batch_invariant": (
+            "batch_invariant does not hold where documents are cut",
+            lambda: invariant(**shard),
+        ),
+    }
+    return refused(calls)
