@@ -1,10 +1,11 @@
 """`gather_keys`: the keys and values of a row's cut documents, from the ranks that hold them.
 
-One all-to-all in the forward, and one in the backward that returns the gradients, those of each
-piece that attends to a key. The rank that holds the key sums them, in fp32 and in a fixed order.
+One all-to-all in the forward, and one in the backward that sends the gradients of received keys to
+the ranks that hold these, one for each piece that attends to a key. They are summed there in fp32
+(fp64 of fp64 inputs), in a fixed order.
 
-Shapes: C = tokens of a rank, R = tokens received, Tk = gathered keys, Hkv = num_kv_heads,
-D = head_dim. Token indices count the C own tokens, then the R received ones.
+Shapes: C = tokens of a rank, S = tokens sent, K = gathered keys, H = num_kv_heads, D = head_dim (Dv
+of values). Token indices count the C own tokens, then those received.
 
 Imports: torch. Never transformers.
 """
@@ -24,7 +25,8 @@ from flexvarlen.parallel.key_exchange import KeyExchange
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
 
-CopyRanges = list[list[int]]
+Ranges = Sequence[Sequence[int]]
+"""Rows of a table of `KeyExchange`."""
 
 
 def gather_keys(
@@ -33,19 +35,26 @@ def gather_keys(
     """The keys and values that `exchange.layout_k` describes, from this rank and the others.
 
     Args:
-        k_CHD, v_CHD: `[C, Hkv, D]`, of the rank's own tokens.
+        k_CHD, v_CHD: `[C, H, D]` and `[C, H, Dv]`, of the rank's own tokens.
         exchange: of this rank.
         group: the ranks; None: all.
 
     Returns:
-        `[Tk, Hkv, D]` each, zero past the last key. Differentiable. All ranks call it and its
-        backward, each of which is one collective. No sync; traces under `fullgraph=True`.
+        `[K, H, D]` and `[K, H, Dv]`, zero past the last key. Differentiable. All ranks call it and
+        its backward, each of which is one collective. No sync; traces under `fullgraph=True`.
     """
-    where = dist.group.WORLD if group is None else group
-    assert where is not None
-    tables = exchange.runs, exchange.sends, exchange.received, exchange.returns
-    num_keys = exchange.layout_k.total_tokens
-    k_KHD, v_KHD = gather_keys_forward(k_CHD, v_CHD, *tables, num_keys, where.group_name)
+    process_group = dist.group.WORLD if group is None else group
+    assert process_group is not None
+    k_KHD, v_KHD = gather_keys_forward(
+        k_CHD,
+        v_CHD,
+        exchange.key_ranges,
+        exchange.send_ranges,
+        exchange.receive_counts,
+        exchange.grad_ranges,
+        exchange.layout_k.total_tokens,
+        process_group.group_name,
+    )
     return k_KHD, v_KHD
 
 
@@ -53,23 +62,28 @@ def gather_keys(
 def gather_keys_forward(
     k_CHD: Tensor,
     v_CHD: Tensor,
-    runs: Tensor,
-    sends: Tensor,
-    received: Tensor,
-    returns: Tensor,
+    key_ranges: Tensor,
+    send_ranges: Tensor,
+    receive_counts: Tensor,
+    grad_ranges: Tensor,
     num_keys: int,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """`gather_keys` as an operator, so that no shape of a graph is the number of tokens sent."""
-    own, ranges = (k_CHD, v_CHD), sends.tolist()
-    sent = _side_by_side(own, [(token, n) for token, _, n in ranges])
-    arriving = _all_to_all(sent, received.tolist(), _by_rank(ranges, len(received)), group)
+    """`gather_keys` as an operator, as the number of tokens sent must not be a shape in a graph.
+
+    `grad_ranges` are for the backward.
+    """
+    own, ranges, sends = (k_CHD, v_CHD), _rows(key_ranges), _rows(send_ranges)
+    sent = _pack(own, [(token, n) for token, _, n in sends])
+    counts = receive_counts.tolist()
+    arriving = _all_to_all(sent, counts, _tokens_per_rank(sends, len(counts)), group)
     gathered = [x.new_empty(num_keys, *x.shape[1:]) for x in own]
-    _copy_runs(gathered, own, runs, first_token=0)  # while the others are on their way
-    filled = max(key + tokens for *_, tokens, key in runs.tolist())
+    _copy_ranges(gathered, own, ranges, first_token=0)  # overlaps with the all-to-all
+    last = max((key + tokens for *_, tokens, key in ranges), default=0)
     for x in gathered:
-        x[filled:] = 0  # a kernel may multiply what its mask hides by 0
-    _copy_runs(gathered, _split(_wait_for(arriving), own), runs, first_token=len(k_CHD))
+        x[last:] = 0  # a kernel may multiply masked values by 0, and 0 · NaN is NaN
+    received = _unpack(_wait_for(arriving), own)
+    _copy_ranges(gathered, received, ranges, first_token=len(k_CHD))
     return gathered[0], gathered[1]
 
 
@@ -77,10 +91,10 @@ def gather_keys_forward(
 def _(
     k_CHD: Tensor,
     v_CHD: Tensor,
-    runs: Tensor,
-    sends: Tensor,
-    received: Tensor,
-    returns: Tensor,
+    key_ranges: Tensor,
+    send_ranges: Tensor,
+    receive_counts: Tensor,
+    grad_ranges: Tensor,
     num_keys: int,
     group: str,
 ) -> tuple[Tensor, Tensor]:
@@ -91,39 +105,40 @@ def _(
 def gather_keys_backward(
     dk_KHD: Tensor,
     dv_KHD: Tensor,
-    runs: Tensor,
-    returns: Tensor,
+    key_ranges: Tensor,
+    grad_ranges: Tensor,
     ranks: int,
     tokens: int,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of received keys, and sum those of the rank's own keys, in fp32.
+    """Send the gradients of received keys to their ranks, and sum those of the rank's own keys.
 
-    The leading tokens that only one piece of the row attends to are copied without that sum.
+    Leading tokens that have only one gradient are copied.
     """
-    assert dk_KHD.dtype == dv_KHD.dtype
-    gradients, all_runs, comes_back = (dk_KHD, dv_KHD), runs.tolist(), returns.tolist()
-    own_runs = [run for run in all_runs if run[0] < tokens]
-    of_others = [run for run in all_runs if run[0] >= tokens]
-    sent = _side_by_side(gradients, [(key, n) for *_, n, key in of_others])
-    arriving = _all_to_all(sent, _by_rank(comes_back, ranks), _by_rank(of_others, ranks), group)
-    # while the others are on their way
-    unshared = _leading_unshared_tokens(own_runs, comes_back, tokens)
+    gradients, ranges, arrivals = (dk_KHD, dv_KHD), _rows(key_ranges), _rows(grad_ranges)
+    own_ranges = [each for each in ranges if each[0] < tokens]
+    of_others = [each for each in ranges if each[0] >= tokens]
+    sent = _pack(gradients, [(key, n) for *_, n, key in of_others])
+    sizes = _tokens_per_rank(arrivals, ranks), _tokens_per_rank(of_others, ranks)
+    arriving = _all_to_all(sent, *sizes, group)
+    # overlaps with the all-to-all
+    single = _leading_single_tokens(own_ranges, arrivals)
     own = [x.new_empty(tokens, *x.shape[1:]) for x in gradients]
     for target, x in zip(own, gradients, strict=True):
-        target[:unshared] = x[:unshared]
-    wide = torch.promote_types(dk_KHD.dtype, torch.float32)
-    summed = dk_KHD.new_zeros(tokens - unshared, sum(x[0].numel() for x in own), dtype=wide)
-    for token, _, n, key in own_runs:
-        skip = max(0, min(unshared - token, n))
-        for sums, x in zip(_split(summed, own), gradients, strict=True):
-            sums[token + skip - unshared :][: n - skip] += x[key + skip : key + n]
+        target[:single] = x[:single]
+    dtype = torch.promote_types(dk_KHD.dtype, torch.float32)
+    summed = dk_KHD.new_zeros(tokens - single, sum(x[0].numel() for x in own), dtype=dtype)
+    parts = _unpack(summed, own)
+    for token, _, n, key in own_ranges:
+        skip = max(0, single - token)
+        for sums, x in zip(parts, gradients, strict=True):
+            sums[token + skip - single :][: n - skip] += x[key + skip : key + n]
     grads_from_others, done = _wait_for(arriving), 0
-    for token, _, n in comes_back:  # rank after rank
-        summed[token - unshared :][:n] += grads_from_others[done : done + n]
+    for token, _, n in arrivals:  # rank after rank
+        summed[token - single :][:n] += grads_from_others[done : done + n]
         done += n
-    for target, sums in zip(own, _split(summed, own), strict=True):
-        target[unshared:] = sums
+    for target, sums in zip(own, parts, strict=True):
+        target[single:] = sums
     return own[0], own[1]
 
 
@@ -131,8 +146,8 @@ def gather_keys_backward(
 def _(
     dk_KHD: Tensor,
     dv_KHD: Tensor,
-    runs: Tensor,
-    returns: Tensor,
+    key_ranges: Tensor,
+    grad_ranges: Tensor,
     ranks: int,
     tokens: int,
     group: str,
@@ -141,57 +156,66 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    k_CHD, _, runs, _, received, returns, _, group = inputs
-    ctx.save_for_backward(runs, returns)
-    ctx.options = received.shape[0], k_CHD.shape[0], group
+    k_CHD, _, key_ranges, _, receive_counts, grad_ranges, _, group = inputs
+    ctx.save_for_backward(key_ranges, grad_ranges)
+    ctx.ranks, ctx.tokens, ctx.group = receive_counts.shape[0], k_CHD.shape[0], group
 
 
 def _backward(ctx: Any, dk_KHD: Tensor, dv_KHD: Tensor) -> tuple[Tensor | None, ...]:
-    dk_CHD, dv_CHD = gather_keys_backward(dk_KHD, dv_KHD, *ctx.saved_tensors, *ctx.options)
+    dk_CHD, dv_CHD = gather_keys_backward(
+        dk_KHD, dv_KHD, *ctx.saved_tensors, ctx.ranks, ctx.tokens, ctx.group
+    )
     return dk_CHD, dv_CHD, None, None, None, None, None, None
 
 
 gather_keys_forward.register_autograd(_backward, setup_context=_save)
 
 
-def _side_by_side(sources: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
-    """`[S, 2 · Hkv · D]`: ranges (first token, tokens) of the sources, one after another."""
-    rows = sources[0].new_empty(sum(n for _, n in ranges), sum(x[0].numel() for x in sources))
-    for target, x in zip(_split(rows, sources), sources, strict=True):
+def _pack(sources: Sequence[Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """`[S, H · (D + Dv)]`: ranges (first, tokens) of keys and of values, each token's in a row."""
+    assert len({x.dtype for x in sources}) == 1, "keys and values of one dtype"
+    packed = sources[0].new_empty(sum(n for _, n in ranges), sum(x[0].numel() for x in sources))
+    for target, x in zip(_unpack(packed, sources), sources, strict=True):
         done = 0
-        for begin, n in ranges:
-            target[done : done + n] = x[begin : begin + n]
+        for first, n in ranges:
+            target[done : done + n] = x[first : first + n]
             done += n
-    return rows
+    return packed
 
 
-def _copy_runs(
-    targets: Sequence[Tensor], sources: Sequence[Tensor], runs: Tensor, *, first_token: int
+def _unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """`[S, H · (D + Dv)]` -> keys `[S, H, D]` and values `[S, H, Dv]`, views."""
+    widths = [x[0].numel() for x in like]
+    parts = zip(packed.split(widths, 1), like, strict=True)
+    return [part.unflatten(1, x.shape[1:]) for part, x in parts]
+
+
+def _copy_ranges(
+    targets: Sequence[Tensor], sources: Sequence[Tensor], ranges: Ranges, *, first_token: int
 ) -> None:
-    """Copy the runs whose tokens are those of the sources."""
-    for token, _, n, key in runs.tolist():
-        begin = token - first_token
-        if 0 <= begin < len(sources[0]):
+    """Copy the ranges that lie in the sources, whose first token has index `first_token`."""
+    for token, _, n, key in ranges:
+        first = token - first_token
+        if 0 <= first < len(sources[0]):
             for target, x in zip(targets, sources, strict=True):
-                target[key : key + n] = x[begin : begin + n]
+                target[key : key + n] = x[first : first + n]
 
 
-def _leading_unshared_tokens(runs: CopyRanges, returns: CopyRanges, tokens: int) -> int:
-    """How many of the first own tokens are the first keys, too, and no others, here or there."""
-    others = [token for token, _, n, *_ in (*runs[1:], *returns) if n]
-    return min([runs[0][2], tokens, *others])
+def _leading_single_tokens(own_ranges: Ranges, arrivals: Ranges) -> int:
+    """The largest n such that own tokens 0:n are keys 0:n, needed by no other piece of the row."""
+    if not own_ranges or own_ranges[0][0] or own_ranges[0][3]:
+        return 0
+    others = [token for token, *_ in (*own_ranges[1:], *arrivals)]
+    return min([own_ranges[0][2], *others])
 
 
-def _split(x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """`[…, 2 · Hkv · D]` -> keys and values `[…, Hkv, D]`, views."""
-    widths = [y[0].numel() for y in like]
-    return [
-        part.unflatten(1, y.shape[1:]) for part, y in zip(x.split(widths, 1), like, strict=True)
-    ]
+def _rows(table: Tensor) -> list[list[int]]:
+    """Without spare rows, of no tokens."""
+    return [row for row in table.tolist() if row[2]]
 
 
-def _by_rank(ranges: Sequence[Sequence[int]], ranks: int) -> list[int]:
-    """How many tokens the ranges (token, rank, tokens, …) have of each rank."""
+def _tokens_per_rank(ranges: Ranges, ranks: int) -> list[int]:
+    """How many tokens of each rank the ranges have."""
     counts = [0] * ranks
     for _, rank, n, *_ in ranges:
         counts[rank] += n

@@ -1,18 +1,20 @@
 """Keys and values of cut documents, exchanged between the ranks of a row.
 
-Each rank holds runs of documents (pieces). The queries of a piece need the keys of its document
-before the piece, too, or if attention is bidirectional all of them, or those that a window reaches:
-the ranks that hold these send them, and get their gradients back. A document that lies whole on a
-rank needs nothing, and where none of the row is cut nothing is sent.
+Each rank holds consecutive tokens of documents (pieces). The queries of a piece also attend to keys
+of their document on other ranks: those before the piece (causal), all (bidirectional), or those
+within the window. The ranks that hold these keys send them, and receive their gradients. A document
+that lies whole on a rank needs nothing, and where none of the row is cut nothing is sent.
 
-With `layout_k` a document's last query is aligned with its last key, so keys after it cannot be
-given. So where a window reaches later keys, each query is put at the index of its own key: a piece
-with the tokens that its window reaches is then one document.
+With `layout_k` the last query of a piece is aligned with its last key. That is right for causal
+attention, and does not matter to bidirectional attention without a window; but a window to both
+sides would be measured from the wrong token. There each query is moved to the index of its own key
+(`own_keys`), and queries and keys share one layout.
 
-All tables are integers on the host, as pieces are runs of tokens; `gather_keys.py` reads them.
+The tables hold ranges of tokens, so they are short, and stay on the host; `gather_keys.py` reads
+them. All have as many rows, the most that a rank needs, so that compiled graphs meet few shapes.
 
-Shapes: P = ranks, C = tokens of a rank, R = tokens received, Tk = gathered keys,
-Hkv = num_kv_heads, D = head_dim. Token indices count the C own tokens, then the R received ones.
+Shapes: P = ranks, C = tokens of a rank, R = tokens received. Token indices count the C own tokens,
+then the R received ones.
 
 Imports: torch. Never transformers.
 """
@@ -20,10 +22,11 @@ Imports: torch. Never transformers.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -40,23 +43,24 @@ class KeyExchange:
     """What one rank sends, receives and attends to, of a row in which a document is cut.
 
     Attributes:
-        layout_k: the keys that each of the rank's pieces needs, on the device of the tokens.
-        runs: int64 `[N, 4]` on the host, (token, rank, tokens, key): where the gathered keys come
-            from, own ones first, then by rank. The first begins at token 0 and key 0, and may be
-            empty.
-        sends: int64 `[M, 3]` on the host, (token, rank, tokens), by rank: whose keys go there.
-        received: int64 `[P]` on the host, the tokens whose keys come from each rank.
-        returns: int64 `[L, 3]` on the host, (token, rank, tokens), by rank: whose gradients come
-            back, once for each piece there that attends to them.
-        own_keys: int64 `[C]`, on the device of the tokens: the key of each of the rank's tokens,
-            where its query is put, too; None where queries stay as they are.
+        layout_k: of the gathered keys, a document for each of the rank's pieces; on the device of
+            the tokens.
+        key_ranges: int64 `[N, 4]` on the host, (first token, owner, tokens, first key): the tokens
+            that keys are gathered from, own ones first, then by the rank that owns them.
+        send_ranges: int64 `[N, 3]` on the host, (first token, rank, tokens): the own tokens whose
+            keys are sent to a rank, by rank.
+        receive_counts: int64 `[P]` on the host, the number of tokens received from each rank.
+        grad_ranges: int64 `[N, 3]` on the host, (first token, rank, tokens): the own tokens whose
+            gradients a rank sends back, once for each of its pieces that attends to them; by rank.
+        own_keys: int64 `[C]`, on the device of the tokens: the index of each own token's key, and
+            of its query; None unless a window to both sides needs it.
     """
 
     layout_k: PackedLayout
-    runs: Tensor
-    sends: Tensor
-    received: Tensor
-    returns: Tensor
+    key_ranges: Tensor
+    send_ranges: Tensor
+    receive_counts: Tensor
+    grad_ranges: Tensor
     own_keys: Tensor | None = None
 
     @classmethod
@@ -68,70 +72,78 @@ class KeyExchange:
         Args:
             plan: of the row.
             rank: whose exchange.
-            capacity: slots of the layout of the rank's own pieces.
+            capacity: document slots of the rank's layout.
             window: a query sees the keys less than this many tokens away; None: all.
 
-        The shapes of its tensors are the same on all ranks, and rounded up, so that a compiled
-        model meets few of them.
+        The shapes of its tensors are the same on all ranks, and rounded up, so that ranks and rows
+        share compiled graphs.
         """
-        pieces, tokens_per_rank = plan.pieces, plan.tokens_per_rank
-        documents = _by_document(pieces)
-        if all(len(parts) == 1 for parts in documents.values()):
+        if not plan.cut_documents:
             return None
+        documents = _by_document(plan.pieces)
         two_sided = window is not None and not plan.causal
-        keys = [[_keys_of(piece, documents, plan, window) for piece in own] for own in pieces]
-        needed = [_needed(of_rank, other) for other, of_rank in enumerate(keys)]
-        lengths = [[sum(part.tokens for part in each) for each in own] for own in keys]
-        num_keys = [sum(each) for each in lengths]
-        if two_sided:  # the rank's own padding follows, as queries
-            num_keys = [n + plan.padding(other) for other, n in enumerate(num_keys)]
-        layout_k = PackedLayout.from_lengths(
-            lengths[rank],
-            total_tokens=_in_quarters(max(num_keys), tokens_per_rank),
-            capacity=capacity,
-            max_seqlen_bound=round_up_to_power_of_two(max(n for own in lengths for n in own)),
-        )
-        senders = [sent.rank for of_rank in needed for sent in of_rank]
-        sends = [
-            (sent.token, other, sent.tokens)
-            for other, of_other in enumerate(needed)
-            for sent in of_other
-            if sent.rank == rank
+        keys = [
+            [_keys_of(piece, documents, plan, window) for piece in of_rank]
+            for of_rank in plan.pieces
         ]
-        received = [0] * len(pieces)
-        for sent in needed[rank]:
-            received[sent.rank] += sent.tokens
         gathered = [
-            (other, part)
-            for other, of_rank in enumerate(keys)
-            for parts in of_rank
-            for part in parts
-            if part.rank != other
+            [part for part in chain.from_iterable(of_rank) if part.rank != r]
+            for r, of_rank in enumerate(keys)
         ]
-        returns = [
-            (part.token, other, part.tokens) for other, part in gathered if part.rank == rank
+        needed = list(map(_needed, gathered))
+        sends, returns = _by_owner(needed), _by_owner(gathered)
+        ranges = [
+            _key_ranges(*of_rank, r, plan.tokens_per_rank)
+            for r, of_rank in enumerate(zip(keys, needed, strict=True))
         ]
-        owners = Counter(part.rank for _, part in gathered)
+        rows = max(*map(len, ranges), *map(len, sends), *map(len, returns))
+        table = partial(_table, rows=rows)
+        counts = [0] * plan.ranks
+        for sent in needed[rank]:
+            counts[sent.rank] += sent.tokens
         return cls(
-            layout_k,
-            runs=_table(
-                _runs(keys[rank], needed[rank], rank, tokens_per_rank),
-                columns=4,
-                at_least=1 + max(sum(map(len, own)) for own in keys),
-            ),
-            sends=_table(sends, at_least=max(Counter(senders).values(), default=1)),
-            received=_on_host(received),
-            returns=_table(returns, at_least=max(owners.values(), default=1)),
-            own_keys=_own_keys(keys[rank], pieces[rank], plan.padding(rank)) if two_sided else None,
+            _layout_of_keys(keys, plan, rank, capacity, with_padding=two_sided),
+            key_ranges=table(ranges[rank], columns=4),
+            send_ranges=table(sends[rank], columns=3),
+            receive_counts=_on_host(counts),
+            grad_ranges=table(returns[rank], columns=3),
+            own_keys=_own_keys(keys[rank], plan, rank) if two_sided else None,
         )
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> KeyExchange:
-        """The same with `move` of the tensors on the device; the tables stay on the host."""
+        """A copy with `move` applied to the tensors on the device; the tables stay on the host."""
         own_keys = None if self.own_keys is None else move(self.own_keys)
         return replace(self, layout_k=self.layout_k.moved(move), own_keys=own_keys)
 
 
 # ---- the tables ----
+
+
+def _layout_of_keys(
+    keys: list[list[list[_HeldPiece]]],
+    plan: RowPlan,
+    rank: int,
+    capacity: int,
+    *,
+    with_padding: bool,
+) -> PackedLayout:
+    """Of a rank's gathered keys, with sizes that suit all ranks.
+
+    Args:
+        keys: of each piece of each rank.
+        with_padding: whether padding has rows after the last key, for its queries.
+    """
+    lengths = [[sum(part.tokens for part in of_piece) for of_piece in of_rank] for of_rank in keys]
+    padding = [plan.padding(r) if with_padding else 0 for r in range(plan.ranks)]
+    most = max(sum(of_rank) + more for of_rank, more in zip(lengths, padding, strict=True))
+    total_tokens = _in_quarters(most, plan.tokens_per_rank)
+    longest = round_up_to_power_of_two(max(map(max, filter(None, lengths))))
+    return PackedLayout.from_lengths(
+        lengths[rank],
+        total_tokens=total_tokens,
+        capacity=capacity,
+        max_seqlen_bound=min(longest, total_tokens),
+    )
 
 
 class _HeldPiece(NamedTuple):
@@ -164,7 +176,7 @@ def _by_document(pieces: Pieces) -> dict[int, list[_HeldPiece]]:
 def _keys_of(
     piece: Piece, documents: dict[int, list[_HeldPiece]], plan: RowPlan, window: int | None
 ) -> list[_HeldPiece]:
-    """What a piece attends to of the pieces of its document."""
+    """The parts of its document that a piece attends to."""
     length = plan.lengths[piece.document]
     reach = length if window is None else window - 1
     low, high = piece.start - reach, piece.stop if plan.causal else piece.stop + reach
@@ -179,29 +191,28 @@ def _keys_of(
     ]
 
 
-def _own_keys(keys: list[list[_HeldPiece]], own: Sequence[Piece], padding: int) -> Tensor:
+def _own_keys(keys: list[list[_HeldPiece]], plan: RowPlan, rank: int) -> Tensor:
     """The key of each token of a rank; those of padding come last."""
     found, key = list[int](), 0
-    for parts, piece in zip(keys, own, strict=True):
+    for parts, piece in zip(keys, plan.pieces[rank], strict=True):
         first = key + piece.start - parts[0].start
         found += range(first, first + piece.tokens)
         key += sum(part.tokens for part in parts)
-    return _on_host([*found, *range(key, key + padding)])
+    return _on_host([*found, *range(key, key + plan.padding(rank))])
 
 
 class _Sent(NamedTuple):
-    """What a rank sends: this many tokens from `token` on."""
+    """Tokens `token : token + tokens` of `rank`, which sends them."""
 
     rank: int
     token: int
     tokens: int
 
 
-def _needed(keys: list[list[_HeldPiece]], rank: int) -> list[_Sent]:
-    """What a rank receives, once each, by the rank that sends it."""
-    others = (part for parts in keys for part in parts if part.rank != rank)
+def _needed(gathered: list[_HeldPiece]) -> list[_Sent]:
+    """What a rank receives, each token once, by the rank that sends it."""
     found: list[_Sent] = []
-    for sender, token, tokens in sorted((part.rank, part.token, part.tokens) for part in others):
+    for sender, token, tokens in sorted((part.rank, part.token, part.tokens) for part in gathered):
         last = found[-1] if found else None
         if last and last.rank == sender and token <= last.token + last.tokens:
             more = token + tokens - last.token  # windows of two pieces may overlap
@@ -211,24 +222,37 @@ def _needed(keys: list[list[_HeldPiece]], rank: int) -> list[_Sent]:
     return found
 
 
-def _runs(
+def _by_owner(
+    wanted: Sequence[Sequence[_Sent | _HeldPiece]],
+) -> list[list[tuple[int, int, int]]]:
+    """(first token, rank, tokens) of what each rank owns and other ranks want, by these."""
+    found: list[list[tuple[int, int, int]]] = [[] for _ in wanted]
+    for rank, of_rank in enumerate(wanted):
+        for part in of_rank:
+            found[part.rank].append((part.token, rank, part.tokens))
+    return found
+
+
+def _key_ranges(
     keys: list[list[_HeldPiece]], needed: list[_Sent], rank: int, tokens: int
 ) -> list[tuple[int, int, int, int]]:
-    """(token, rank, tokens, key) of the gathered keys; adjacent ones of a rank are one run."""
+    """(token, rank, tokens, key) of the gathered keys; adjacent ones of a rank are one range."""
     firsts = [(sent.rank, sent.token) for sent in needed]
     arrivals = [*accumulate((sent.tokens for sent in needed), initial=tokens)]
-    found = [(0, rank, 0, 0)]
-    for part in (part for parts in keys for part in parts):
+    found: list[tuple[int, int, int, int]] = []
+    key = 0
+    for part in chain.from_iterable(keys):
         token = part.token
         if part.rank != rank:
             at = bisect_right(firsts, (part.rank, part.token)) - 1
             token += arrivals[at] - needed[at].token
-        start, owner, length, key = found[-1]
-        if owner == part.rank and start + length == token:
-            found[-1] = start, owner, length + part.tokens, key
+        first, owner, n, first_key = found[-1] if found else (0, -1, 0, 0)
+        if owner == part.rank and first + n == token:
+            found[-1] = first, owner, n + part.tokens, first_key
         else:
-            found.append((token, part.rank, part.tokens, key + length))
-    return sorted(found, key=lambda run: (run[1] != rank, run[1]))
+            found.append((token, part.rank, part.tokens, key))
+        key += part.tokens
+    return sorted(found, key=lambda found: (found[1] != rank, found[1]))
 
 
 def _in_quarters(keys: int, tokens: int) -> int:
@@ -237,10 +261,10 @@ def _in_quarters(keys: int, tokens: int) -> int:
     return -(-keys // quarter) * quarter
 
 
-def _table(ranges: Sequence[tuple[int, ...]], *, columns: int = 3, at_least: int) -> Tensor:
-    """int64 `[N, columns]`, N a power of two; ranges without tokens at the end."""
-    size = round_up_to_power_of_two(max(len(ranges), at_least))
-    return _on_host([*ranges, *[(0,) * columns] * (size - len(ranges))])
+def _table(ranges: Sequence[tuple[int, ...]], *, columns: int, rows: int) -> Tensor:
+    """int64 `[N, columns]`, N the next power of two of `rows`; spare rows are 0."""
+    spare = round_up_to_power_of_two(rows) - len(ranges)
+    return _on_host([*ranges, *[(0,) * columns] * spare])
 
 
 def _on_host(values: Sequence[Any]) -> Tensor:

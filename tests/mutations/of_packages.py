@@ -172,22 +172,22 @@ MUTATIONS = (
     Mutation(
         "parallel: gradients of received keys are not returned",
         "flexvarlen/parallel/gather_keys.py",
-        "summed[token - unshared :][:n] += grads_from_others[done : done + n]",
+        "summed[token - single :][:n] += grads_from_others[done : done + n]",
         "pass",
         DOCUMENTS,
     ),
     Mutation(
         "parallel: a key that several ranks need counts as one rank's own",
         "flexvarlen/parallel/gather_keys.py",
-        "for token, _, n, *_ in (*runs[1:], *returns) if n",
-        "for token, _, n, *_ in runs[1:] if n",
+        "for token, *_ in (*own_ranges[1:], *arrivals)",
+        "for token, *_ in own_ranges[1:]",
         DOCUMENTS,
     ),
     Mutation(
         "parallel: gradients of keys are added in half precision",
         "flexvarlen/parallel/gather_keys.py",
-        "wide = torch.promote_types(dk_KHD.dtype, torch.float32)",
-        "wide = dk_KHD.dtype",
+        "dtype = torch.promote_types(dk_KHD.dtype, torch.float32)",
+        "dtype = dk_KHD.dtype",
         DOCUMENTS,
     ),
     Mutation(
@@ -196,6 +196,13 @@ MUTATIONS = (
         "piece.stop if plan.causal else piece.stop + reach",
         "piece.stop + reach",
         DOCUMENTS,
+    ),
+    Mutation(
+        "parallel: gradients are sent to the ranks in the order of the keys",
+        "flexvarlen/parallel/key_exchange.py",
+        "return sorted(found, key=lambda found: (found[1] != rank, found[1]))",
+        "return found",
+        "tests/parallel/test_key_exchange.py",
     ),
     Mutation(
         "parallel: positions begin anew in each piece",
@@ -207,8 +214,8 @@ MUTATIONS = (
     Mutation(
         "parallel: keys are sent though no document is cut",
         "flexvarlen/parallel/key_exchange.py",
-        "if all(len(parts) == 1 for parts in documents.values()):",
-        "if not documents:",
+        "if not plan.cut_documents:",
+        "if not plan.lengths:",
         DOCUMENTS,
     ),
     Mutation(

@@ -120,7 +120,6 @@ CALLS = (
     Attention("window_in_two", 2, "one", options={"window": 50}, of_shard={"window": 60}),
     Attention("window_without_its_shard", 3, "one", options={"window": 9}, of_shard={"window": 5}),
     Attention("window_and_chunk", 3, "one", options={"window": 9, "chunk": 25}),
-    Attention("all_tokens_sent", 2, "first"),
     Attention("softcap", 2, "long", options=REFERENCE | {"softcap": 5.0}),
     Attention("sinks", 3, "one", options=REFERENCE | {"sinks": True}),
     Attention("bidirectional", 4, "mixed", options={"causal": False}),

@@ -1,4 +1,4 @@
-"""What rows divided by documents refuse, on a rank of test_documents.py."""
+"""Calls on shards of a row that must be refused, on each rank of test_documents.py."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flexvarlen.parallel.documents import documents_attention
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
 from tests.parallel.documents_rows import ROWS, TOKENS, TREES, batch_of, tree_samples
-from tests.parallel.refused import Refused, refused
+from tests.parallel.failed_refusals import failed_refusals
 from tests.tiny_models import new_model
 
 
-def refusals(group: Any) -> Refused:
-    """Of `shard_row`, `documents_attention` and models; no rank waits for another."""
+def refusals(group: Any) -> dict[str, str]:
+    """Of `shard_row`, `documents_attention` and models: on every rank, so that none hangs."""
     rank, batch = dist.get_rank(group), batch_of(ROWS["long"])
     reordered = dict(reversed(batch.items()))  # which is the same row
     whole, shard = batch["packed_layout"], fv.shard_row(reordered if rank else batch, group)
@@ -39,7 +39,6 @@ def refusals(group: Any) -> Refused:
     encoder, windows, pooler, classifier = (
         fv.patch_model(each, sequence_parallel_group=group) for each in (bert, modernbert, *of_bert)
     )
-    nothing = fv.PackedLayout.from_lengths([])
     tree = fv.PackedLayout.from_tree([60, 30, 30], parents=[-1, 0, 0])
     trees = TREES(tree_samples(0))
     uncounted = fv.shard_row(trees, group)
@@ -66,7 +65,7 @@ def refusals(group: Any) -> Refused:
             "documents_attention has no batch_invariant; leave it out",
             lambda: attend(own, batch_invariant=True),
         ),
-        "batch of one rank": (
+        "fewer tokens on a rank": (
             "input_ids must be one row, [1, 120], got [1, 119]; leave it out",
             lambda: fv.shard_row(batch | {"input_ids": batch["input_ids"][:, rank:]}, group),
         ),
@@ -74,31 +73,19 @@ def refusals(group: Any) -> Refused:
             "batch must be a mapping with packed_layout on every rank, got NoneType",
             lambda: fv.shard_row(batch if rank else None, group),
         ),
-        "no tokens": (
-            "total_tokens must be a positive multiple of the 2 ranks, got 0",
-            lambda: fv.shard_row({"packed_layout": nothing}, group),
-        ),
-        "shard of a shard": (
-            "packed_layout must be that of a whole row, got the shard of rank",
-            lambda: fv.shard_row(shard, group),
-        ),
-        "rank": (
-            "rank must be that of one of the 2 ranks that share the row, got 2",
-            lambda: fv.shard_batch(batch, 2, 2),
-        ),
         "window of two sides": (
             "documents_attention has no window (left, right); leave it out",
             lambda: attend(both_ways, window=(3, 2), causal=False),
         ),
-        "encoder": (
+        "encoder given a causal shard": (
             "the layout of a shard must be made for attention with causal=False, got",
             lambda: encoder(**shard),
         ),
         "encoder's windows": (
-            "the layout of a shard must be made for attention with causal=False, w",
+            "the layout of a shard must be made for attention with causal=False, window=",
             lambda: windows(ids, packed_layout=both_ways),
         ),
-        "encoder's shard": (
+        "decoder given an encoder's shard": (
             "the layout of a shard must be made for attention with causal=True, got",
             lambda: model(ids, packed_layout=both_ways),
         ),
@@ -110,20 +97,16 @@ def refusals(group: Any) -> Refused:
             "return_dict must stay True with labels of a shard",
             lambda: encoder(**of_encoder, return_dict=False),
         ),
-        "no window": (
-            "window must be an integer of at least 1, got 0",
-            lambda: fv.shard_row(batch, group, window=0),
-        ),
         "pooler": ("BertModel pools documents", lambda: pooler(ids, packed_layout=both_ways)),
         "classifier": (
             "BertForSequenceClassification pools documents",
             lambda: classifier(ids, packed_layout=both_ways),
         ),
-        "other mask": (
+        "causal=False on a causal shard": (
             "the layout of a shard must be made for attention with causal=False, got",
             lambda: attend(own, causal=False),
         ),
-        "shard by itself": (
+        "packed_attention on a shard": (
             "layout must be of whole documents, got one rank's shard",
             lambda: fv.packed_attention(x, x, x, own),
         ),
@@ -143,25 +126,13 @@ def refusals(group: Any) -> Refused:
             "labels of a shard must come with shift_labels",
             lambda: model(ids, packed_layout=own, labels=ids),
         ),
-        "tree by heads": (
-            "shard_row does not cut trees",
-            lambda: fv.shard_row(trees, group, method="ulysses"),
-        ),
-        "tree too long": (
-            "each tree must lie whole on one of the 2 ranks, of 60 tokens each, got one",
-            lambda: fv.shard_row({"packed_layout": tree}, group),
-        ),
         "row of trees": (
             "a packed_layout of trees is not supported with sequence_parallel_group",
             lambda: model(ids, packed_layout=tree),
         ),
-        "labels of this rank": (
+        "label_counts without num_items_in_batch": (
             "label_counts of a shard must come with num_items_in_batch",
             lambda: model(**uncounted),
-        ),
-        "method": (
-            "method must be one of 'documents', 'contiguous', 'ulysses'",
-            lambda: fv.shard_row(batch, group, method="tokens"),
         ),
         "hybrid by documents": (
             "a model with recurrent layers must get the next tokens of the row",
@@ -180,4 +151,4 @@ def refusals(group: Any) -> Refused:
             lambda: invariant(**shard),
         ),
     }
-    return refused(calls)
+    return failed_refusals(calls)

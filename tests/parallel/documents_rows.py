@@ -1,4 +1,4 @@
-"""The rows of test_documents.py."""
+"""Rows and trees for the tests of documents over ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 import flexvarlen as fv
 from tests.tiny_models import VOCABULARY
 
-TOKENS = 120  # which these numbers divide
+TOKENS = 120  # a multiple of 2, 3, 4 and 8, the numbers of ranks
 ROWS = {
     "mixed": (41, 1, 40, 37),  # and a token of padding
     "long": (100, 1, 19),  # longer than a rank
     "one": (120,),
-    "first": (80, 12, 4, 24),  # all tokens of the first of two ranks are sent
     "short": (1,) * 60,  # each whole on a rank, however many
-    "edge": (59, 30, 31),  # of the second document the first of two ranks has a token
-    "padded": (50, 30),  # the last of four ranks has padding alone
+    "edge": (59, 30, 31),  # contiguous: the first of two ranks has a token of the second
+    "padded": (50, 30),  # contiguous: the last of four ranks has padding alone
 }
 
 

@@ -1,6 +1,8 @@
-"""The keys of each piece are the tokens of its document: the exchange of all ranks, on one host."""
+"""The tables of `KeyExchange`: the exchanges of all ranks, simulated in one process."""
 
 from __future__ import annotations
+
+from itertools import chain
 
 import numpy as np
 from hypothesis import example, given
@@ -10,10 +12,16 @@ from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
+WINDOWS = st.none() | st.integers(1, 20)
 
 
-def exchanged(exchanges, own):
-    """What each rank receives: of rank 0, then of rank 1, and so on.
+def ranges_of(table):
+    """The rows of a table, without those of no tokens."""
+    return [row for row in table.tolist() if row[2]]
+
+
+def received_by_rank(exchanges, own):
+    """The tokens that each rank receives, by the rank that sends them.
 
     Args:
         exchanges: of all ranks.
@@ -21,114 +29,110 @@ def exchanged(exchanges, own):
     """
     sent = {}
     for source, exchange in enumerate(exchanges):
-        for slot, to, n in exchange.sends.tolist():
-            sent.setdefault((source, to), []).extend(own[source][slot : slot + n])
+        ranges = ranges_of(exchange.send_ranges)
+        assert ranges == sorted(ranges, key=lambda row: row[1]), "by rank"
+        for token, to, n in ranges:
+            sent.setdefault((source, to), []).extend(own[source][token : token + n])
+    ranks = range(len(exchanges))
     for rank, exchange in enumerate(exchanges):
-        counts = [len(sent.get((source, rank), [])) for source in range(len(exchanges))]
-        assert exchange.received.tolist() == counts
-        yield [token for source in range(len(exchanges)) for token in sent.get((source, rank), [])]
+        received = [sent.get((source, rank), []) for source in ranks]
+        assert exchange.receive_counts.tolist() == list(map(len, received))
+        yield [*chain.from_iterable(received)]
 
 
-def rows_of_keys(exchange, own, received):
-    """The token of each row of keys; None in spare rows."""
-    rows, slots = [None] * exchange.layout_k.total_tokens, own + received
-    for slot, _, n, row in exchange.runs.tolist():
-        assert slot >= len(own) or slot + n <= len(own), (
-            "a run is of own tokens or of received ones"
-        )
-        assert rows[row : row + n] == [None] * n, "rows are filled once"
-        rows[row : row + n] = slots[slot : slot + n]
-    return rows
+def gathered_tokens(exchange, own, received):
+    """The row's token at each gathered key; None past the last."""
+    found, tokens = [None] * exchange.layout_k.total_tokens, own + received
+    for token, _, n, key in ranges_of(exchange.key_ranges):
+        assert token >= len(own) or token + n <= len(own), "of own tokens or of received ones"
+        assert found[key : key + n] == [None] * n, "each key is filled once"
+        found[key : key + n] = tokens[token : token + n]
+    return found
 
 
-def check_returns(exchanges, own, received):
-    """Each rank expects gradients of the tokens for which they are returned, in their order."""
+def check_gradients(exchanges, own, received):
+    """They are sent for the tokens that their owner expects, in the same order."""
     sent, expected = {}, {}
     for rank, exchange in enumerate(exchanges):
         tokens = own[rank] + received[rank]
-        for slot, to, n, _ in exchange.runs.tolist():
-            if slot >= len(own[rank]):
-                sent.setdefault((rank, to), []).extend(tokens[slot : slot + n])
-        returns = [returned for returned in exchange.returns.tolist() if returned[2]]
-        assert returns == sorted(returns, key=lambda returned: returned[1]), "as they arrive"
-        for slot, source, n in returns:
-            expected.setdefault((source, rank), []).extend(own[rank][slot : slot + n])
+        of_others = [row for row in ranges_of(exchange.key_ranges) if row[0] >= len(own[rank])]
+        arrivals = ranges_of(exchange.grad_ranges)
+        for ranges in (of_others, arrivals):
+            assert ranges == sorted(ranges, key=lambda row: row[1]), "by rank"
+        for token, to, n, _ in of_others:
+            sent.setdefault((rank, to), []).extend(tokens[token : token + n])
+        for token, source, n in arrivals:
+            expected.setdefault((source, rank), []).extend(own[rank][token : token + n])
     assert sent == expected
 
 
-@given(LENGTHS, st.integers(1, 16), st.integers(0, 9), st.booleans(), st.booleans())
-@example([100, 1, 19], 4, 0, True, False)
-@example([64], 16, 0, False, False)
-def test_the_keys_of_a_piece_are_its_documents(lengths, ranks, padding, causal, contiguous):
-    capacity = max(-(-(sum(lengths) + padding) // ranks), 1)
-    total = capacity * ranks
-    plan = plan_row(lengths, ranks, total_tokens=total, contiguous=contiguous, causal=causal)
-    layouts = [sharded_layout(plan, r) for r in range(ranks)]
+def plan_of(lengths, ranks, padding=0, **options):
+    tokens_per_rank = max(-(-(sum(lengths) + padding) // ranks), 1)
+    return plan_row(lengths, ranks, total_tokens=tokens_per_rank * ranks, **options)
+
+
+def keys_of(piece, plan, window):
+    """The first and one past the last token of its document that a piece attends to."""
+    _, start, stop = piece
+    length = plan.lengths[piece.document]
+    reach = length if window is None else window - 1
+    return max(0, start - reach), stop if plan.causal else min(length, stop + reach)
+
+
+@given(LENGTHS, st.integers(1, 16), st.integers(0, 9), st.booleans(), st.booleans(), WINDOWS)
+@example([100, 1, 19], 4, 0, True, False, None)
+@example([100, 1, 19], 4, 0, True, False, 5)
+@example([100, 1, 19], 4, 0, False, False, 5)
+@example([64], 16, 0, False, False, None)
+def test_a_piece_gets_the_keys_that_it_attends_to(
+    lengths, ranks, padding, causal, contiguous, window
+):
+    plan = plan_of(lengths, ranks, padding, causal=causal, contiguous=contiguous)
+    layouts = [sharded_layout(plan, rank, window=window) for rank in range(ranks)]
     shards = [layout.shard for layout in layouts]
+    exchanges = [shard.exchange if window is None else shard.windowed for shard in shards]
     if not plan.cut_documents:
-        assert all(shard.exchange is None for shard in shards)
+        assert exchanges == [None] * ranks
         return
     own = plan.order().reshape(ranks, -1).tolist()
     begins = np.cumsum([0, *lengths])
-    exchanges = [shard.exchange for shard in shards]
-    all_received = [*exchanged(exchanges, own)]
-    check_returns(exchanges, own, all_received)
-    for rank, received in enumerate(all_received):
-        assert len(received) == len(set(received)), "each key travels once to a rank"
-        assert not set(received) & set(own[rank]), "what it has does not"
-        rows = rows_of_keys(shards[rank].exchange, own[rank], received)
-        bounds = shards[rank].exchange.layout_k.cu_seqlens.tolist()
-        queries = layouts[rank].cu_seqlens.tolist()
-        for slot, (document, start, stop) in enumerate(plan.pieces[rank]):
-            end = stop if causal else lengths[document]
-            expected = list(range(begins[document], begins[document] + end))
-            assert rows[bounds[slot] : bounds[slot + 1]] == expected
-            positions = layouts[rank].position_ids()[queries[slot] : queries[slot + 1]]
-            assert positions.tolist() == list(range(start, stop))
-        needed = set(rows) - {None} - set(own[rank])
-        assert set(received) == needed, "nothing travels that no query needs"
-
-
-@given(LENGTHS, st.integers(1, 8), st.integers(0, 9), st.integers(1, 20), st.booleans())
-@example([100, 1, 19], 4, 0, 5, False)
-@example([100, 1, 19], 4, 0, 5, True)
-def test_the_keys_of_a_window_are_those_it_reaches(lengths, ranks, padding, window, causal):
-    capacity = max(-(-(sum(lengths) + padding) // ranks), 1)
-    plan = plan_row(lengths, ranks, total_tokens=capacity * ranks, causal=causal)
-    keys = [sharded_layout(plan, r, window=window).shard.windowed for r in range(ranks)]
-    if not plan.cut_documents:
-        assert keys == [None] * ranks
-        return
-    own = plan.order().reshape(ranks, -1).tolist()
-    begins = np.cumsum([0, *lengths])
-    all_received = [*exchanged(keys, own)]
-    check_returns(keys, own, all_received)
-    for rank, received in enumerate(all_received):
-        assert len(received) == len(set(received)), "each key travels once to a rank"
-        rows = rows_of_keys(keys[rank], own[rank], received)
-        assert set(received) == set(rows) - {None} - set(own[rank]), "and if a query needs it"
-        bounds = keys[rank].layout_k.cu_seqlens.tolist()
-        for slot, (document, start, stop) in enumerate(plan.pieces[rank]):
-            first = max(0, start - window + 1)
-            last = stop if causal else min(lengths[document], stop + window - 1)
-            expected = list(range(begins[document] + first, begins[document] + last))
-            assert rows[bounds[slot] : bounds[slot + 1]] == expected
-        if causal:
-            assert keys[rank].own_keys is None
+    all_received = [*received_by_rank(exchanges, own)]
+    check_gradients(exchanges, own, all_received)
+    for rank, (exchange, received) in enumerate(zip(exchanges, all_received, strict=True)):
+        assert len(received) == len(set(received)), "each key is sent once to a rank"
+        assert not set(received) & set(own[rank]), "a rank receives no key that it holds"
+        tokens = gathered_tokens(exchange, own[rank], received)
+        needed = set(tokens) - {None} - set(own[rank])
+        assert set(received) == needed, "only keys that a query needs are received"
+        bounds = exchange.layout_k.cu_seqlens.tolist()
+        for slot, piece in enumerate(plan.pieces[rank]):
+            first, last = keys_of(piece, plan, window)
+            begin = begins[piece.document]
+            assert tokens[bounds[slot] : bounds[slot + 1]] == [*range(begin + first, begin + last)]
+        if causal or window is None:
+            assert exchange.own_keys is None
             continue
-        keys_of_queries = keys[rank].own_keys.tolist()
-        assert len(set(keys_of_queries)) == capacity, "each query has a row of its own"
-        real = capacity - plan.padding(rank)
-        assert [rows[key] for key in keys_of_queries[:real]] == own[rank][:real]
-        assert all(bounds[-1] <= key < len(rows) for key in keys_of_queries[real:]), "padding"
+        keys = exchange.own_keys.tolist()
+        assert len(set(keys)) == plan.tokens_per_rank, "each query has a key of its own"
+        real = plan.tokens_per_rank - plan.padding(rank)
+        assert [tokens[key] for key in keys[:real]] == own[rank][:real]
+        assert all(bounds[-1] <= key < len(tokens) for key in keys[real:]), "padding"
+
+
+@given(LENGTHS, st.integers(1, 16), st.booleans(), st.booleans())
+def test_positions_count_in_the_document(lengths, ranks, causal, contiguous):
+    plan = plan_of(lengths, ranks, causal=causal, contiguous=contiguous)
+    for rank, pieces in enumerate(plan.pieces):
+        layout = sharded_layout(plan, rank)
+        positions, bounds = layout.position_ids().tolist(), layout.cu_seqlens.tolist()
+        for slot, (_, start, stop) in enumerate(pieces):
+            assert positions[bounds[slot] : bounds[slot + 1]] == list(range(start, stop))
 
 
 @given(LENGTHS, st.integers(2, 16), st.booleans(), st.booleans(), st.integers(1, 20))
 def test_sizes_are_the_same_on_all_ranks(lengths, ranks, causal, contiguous, window):
-    """Else a compiled graph of one rank would wait for the compilation of another."""
-    capacity = max(-(-sum(lengths) // ranks), 1)
-    total = capacity * ranks
-    plan = plan_row(lengths, ranks, total_tokens=total, contiguous=contiguous, causal=causal)
+    """Otherwise one rank would compile while the others wait for it."""
+    plan = plan_of(lengths, ranks, causal=causal, contiguous=contiguous)
     layouts = [sharded_layout(plan, rank, window=window) for rank in range(ranks)]
 
     def sizes(layout):
@@ -136,8 +140,9 @@ def test_sizes_are_the_same_on_all_ranks(lengths, ranks, causal, contiguous, win
         for exchange in filter(None, (layout.shard.exchange, layout.shard.windowed)):
             k = exchange.layout_k
             found += [k.total_tokens, k.capacity, k.max_seqlen_bound, exchange.own_keys is None]
-            tables = exchange.runs, exchange.sends, exchange.received, exchange.returns
-            found += [table.shape for table in tables]
+            tables = exchange.key_ranges, exchange.send_ranges, exchange.grad_ranges
+            assert len({len(table) for table in tables}) == 1
+            found += [table.shape for table in (*tables, exchange.receive_counts)]
         return found
 
     assert all(sizes(layout) == sizes(layouts[0]) for layout in layouts)

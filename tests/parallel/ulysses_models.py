@@ -1,4 +1,4 @@
-"""What a rank of test_ulysses.py does with models whose rows are cut over ranks."""
+"""Models of test_ulysses.py, trained by each rank on its shard."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForTokenClassification
 
 import flexvarlen as fv
-from tests.parallel.refused import Refused, refused
+from tests.parallel.failed_refusals import failed_refusals
 from tests.tiny_models import VOCABULARY, new_model
 
 TOKENS = 128
 ROWS = ((37, 1, 50, 22), (37, 27, 46))  # 64: inside a document, and its boundary; padding behind
 
 
-def batch_of(row: int, **changes: Any) -> dict[str, Any]:
+def batch_of(row: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(row)
     ids = torch.randint(3, VOCABULARY, (1, TOKENS), generator=generator)
     layout = fv.PackedLayout.from_lengths(ROWS[row], total_tokens=TOKENS)
-    return {"input_ids": ids, "labels": ids.clone(), "packed_layout": layout, **changes}
+    return {"input_ids": ids, "labels": ids.clone(), "packed_layout": layout}
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ MODELS = (
 
 
 def found(ranks: int) -> dict[str, Any]:
-    """Every model of so many ranks."""
+    """Every model of this number of ranks."""
     shares = {case.name: case.share() for case in MODELS if case.ranks == ranks}
     return shares | {"refused": refusals(ranks)} | (copies() if ranks == 2 else {})
 
@@ -159,8 +159,8 @@ WHOLE = "packed_layout must cover the"
 OUT = "must be left out under sequence_parallel_group"
 
 
-def refusals(ranks: int) -> Refused:
-    """Of a model or of a forward; no rank waits for another."""
+def refusals(ranks: int) -> dict[str, str]:
+    """Of `patch_model` and of patched models, before any rank waits for another."""
     group = dist.group.WORLD
     model = fv.patch_model(new_model("mixtral", **FEW_KV_HEADS), sequence_parallel_group=group)
     row = batch_of(0)
@@ -188,13 +188,13 @@ def refusals(ranks: int) -> Refused:
             lambda: model(tokens, packed_layout=[TOKENS]),
         ),
         "layout of the shard": (WHOLE, lambda: model(tokens, packed_layout=own)),
-        "another shard": (WHOLE, lambda: model(tokens[:, 1:], packed_layout=layout)),
+        "one token too few": (WHOLE, lambda: model(tokens[:, 1:], packed_layout=layout)),
         "two rows": (WHOLE, lambda: model(tokens.view(2, -1), packed_layout=layout)),
         "attention_mask": (
             f"attention_mask {OUT}",
             lambda: model(**shard, attention_mask=torch.ones_like(tokens)),
         ),
-        "document ids": (
+        "attention_mask without a layout": (
             f"attention_mask {OUT}",
             lambda: model(tokens, attention_mask=torch.ones_like(tokens)),
         ),
@@ -221,11 +221,11 @@ def refusals(ranks: int) -> Refused:
             "labels of a shard must come with shift_labels",
             lambda: model(**shard, labels=tokens, shift_labels=tokens),
         ),
-        "own loss": (
+        "loss_function without shift_labels": (
             "model.loss_function must have parameters shift_labels and num_items_in_batch",
             lambda: losing(**whole),
         ),
-        "labels of tokens": (
+        "token classification": (
             "labels must be next tokens under sequence_parallel_group",
             lambda: classifier(**whole),
         ),
@@ -252,4 +252,4 @@ def refusals(ranks: int) -> Refused:
             lambda: patch("llama", "sp"),
         ),
     }
-    return refused(calls)
+    return failed_refusals(calls)

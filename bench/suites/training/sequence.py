@@ -85,7 +85,7 @@ def _exchanged_tokens(layout: fv.PackedLayout) -> int:
     """Tokens whose keys are sent in a layer's forward, by all ranks together."""
     assert layout.shard is not None
     exchange = layout.shard.exchange
-    own = 0 if exchange is None else int(exchange.received.sum())
+    own = 0 if exchange is None else int(exchange.receive_counts.sum())
     of_all: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(of_all, own)
     return sum(of_all)

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.env import _flag
-from flexvarlen.patches.attention import backend_choice, context
+from flexvarlen.patches.attention import backend_choice, packed_forward
 from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import ATTRIBUTE
@@ -88,7 +88,7 @@ def asked_of_auto(monkeypatch):
         asked.append(call)
         return "sdpa" if call.spec.left == -1 else "reference"
 
-    monkeypatch.setattr(context, "choose", choose)
+    monkeypatch.setattr(packed_forward, "choose", choose)
     return asked
 
 
@@ -168,7 +168,9 @@ def test_auto_is_resolved_anew_for_queries_of_another_dtype(attended, monkeypatc
 
 def test_a_route_is_taken_for_its_own_calls_alone():
     layout = fv.PackedLayout.from_lengths([5, 7])
-    packed = context.PackedForward(layout, "sdpa", deterministic=False, batch_invariant=False)
+    packed = packed_forward.PackedForward(
+        layout, "sdpa", deterministic=False, batch_invariant=False
+    )
     found = packed.route(FULL, torch.float32, False)
     assert packed.route(FULL, torch.float32, False) is found
     for dtype, needs_grad in ((torch.float32, True), (torch.bfloat16, False)):
@@ -294,7 +296,7 @@ def test_auto_without_a_candidate_names_the_layers(monkeypatch):
             raise NotImplementedError("no backend can serve this call.")
         return "sdpa"
 
-    monkeypatch.setattr(context, "choose", choose)
+    monkeypatch.setattr(packed_forward, "choose", choose)
     model = fv.patch_model(new_model("qwen3_windows"), "auto")
     with pytest.raises(NotImplementedError, match="The sliding_attention layers: no backend"):
         model(**PACKED)
@@ -379,7 +381,7 @@ def test_a_guessed_dtype_that_the_backend_refuses_is_no_refusal(monkeypatch):
     monkeypatch.setattr(backend, "why_not", only_half)
     monkeypatch.setattr("flexvarlen.attention.choose._table", {})
     layout = fv.PackedLayout.from_lengths([5])
-    packed = context.PackedForward(
+    packed = packed_forward.PackedForward(
         layout, "sdpa", deterministic=False, batch_invariant=False, kinds=(FULL,)
     )
     packed.prepare(torch.float32, needs_grad=False)

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from transformers import DynamicCache
 
 import flexvarlen as fv
-from flexvarlen.patches.attention import context
+from flexvarlen.patches.attention import packed_forward
 from flexvarlen.patches.models.families import FAMILIES
 from tests import forms
 from tests.backends import ON_GPU, gpu_param
@@ -480,13 +480,13 @@ def test_images():
 
 def test_auto_chooses_for_training_without_gradients_too(monkeypatch):
     """So that a trainer's reference model rounds as its policy does."""
-    asked, choose = [], context.choose
+    asked, choose = [], packed_forward.choose
 
     def noting(name, call, mask):
         asked.append(call.needs_grad)
         return choose(name, call, mask)
 
-    monkeypatch.setattr(context, "choose", noting)
+    monkeypatch.setattr(packed_forward, "choose", noting)
     model = unpadding(model_with("CausalLM", "llama")).eval()
     with torch.no_grad():
         model(**padded("right"))

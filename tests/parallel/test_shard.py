@@ -1,0 +1,40 @@
+"""What `shard_batch`, and so `shard_row`, refuses on every rank alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flexvarlen as fv
+from flexvarlen.parallel.shard import shard_batch
+from tests.parallel.documents_rows import ROWS, TOKENS, TREES, batch_of, tree_samples
+
+ROW = batch_of(ROWS["long"])
+
+
+def layout_of(*lengths):
+    return {"packed_layout": fv.PackedLayout.from_lengths(lengths)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "message"),
+    [
+        (None, {}, "batch must be a mapping with packed_layout on every rank, got NoneType"),
+        ({"input_ids": ROW["input_ids"]}, {}, "batch must have its documents as packed_layout"),
+        (layout_of(), {}, "total_tokens must be a positive multiple of the 2 ranks, got 0"),
+        (layout_of(129), {}, "total_tokens must be a positive multiple of the 2 ranks, got 129"),
+        (
+            ROW | {"input_ids": torch.zeros(2, TOKENS // 2)},
+            {},
+            r"input_ids must be one row, \[1, 120\], got \[2, 60\]; leave it out",
+        ),
+        (shard_batch(ROW, 1, 2), {}, "that of a whole row, got the shard of rank 1 of 2"),
+        (ROW, {"rank": 2}, "rank must be that of one of the 2 ranks that share the row, got 2"),
+        (ROW, {"window": 0}, "window must be an integer of at least 1, got 0"),
+        (ROW, {"method": "tokens"}, "method must be one of 'documents', 'contiguous', 'ulysses'"),
+        (TREES(tree_samples(0)), {"method": "ulysses"}, "shard_row does not cut trees"),
+    ],
+)
+def test_refused_batches(batch, options, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        shard_batch(batch, **{"rank": 0, "ranks": 2} | options)
