@@ -14,9 +14,19 @@ from tests.parallel.documents_ranks import Model
 from tests.parallel.documents_rows import batch_of
 from tests.two_processes import start
 
-KINDS = ("llama", "modernbert", "lfm2", "qwen3_5_text")  # the last tunes fla's kernels: a minute
-LENGTHS, OTHER = (40, 60, 19), (70, 30, 19)  # each cut on two ranks, and on four
 GPUS = 4 if torch.cuda.device_count() >= 4 else 2
+CASES = tuple(  # Qwen3.5 tunes fla's kernels: a minute
+    Model(f"{kind}_{row}", kind, GPUS, row, checkpointing=kind != "modernbert")
+    for row, kinds in {
+        "mixed": ("llama", "modernbert", "lfm2", "qwen3_5_text"),
+        "trees": ("llama", "qwen3_5_text"),
+    }.items()
+    for kind in kinds
+)
+ROW, OTHER = (
+    (40, 60, 19),
+    (70, 30, 19),
+)  # each with a document that is cut on two ranks, and on four
 
 
 def step(model, called, batch):
@@ -44,14 +54,13 @@ def train(rank: int, port: int, folder: str) -> None:
     made = {}
     for ranks in dict.fromkeys((GPUS, 2)):
         group, _ = dist.new_subgroups(ranks) if ranks < GPUS else (dist.group.WORLD, None)
-        for kind in KINDS:
-            model = Model(kind, kind, ranks, "", checkpointing=kind != "modernbert")
-            model = model.new(sequence_parallel_group=group).to(device)
-            batch = {name: x.to(device) for name, x in batch_of(LENGTHS).items()}
+        for case in CASES:
+            model = case.new(sequence_parallel_group=group).to(device)
+            batch = {name: x.to(device) for name, x in case.batch().items()}
             shard = fv.shard_row(batch, group, **fv.shard_options(model))
             shared = step(model, model, shard)
             with fv.patched(model, "sdpa"):
-                made[kind, ranks] = {"shared": shared, "alone": step(model, model, batch)}
+                made[case.name, ranks] = {"shared": shared, "alone": step(model, model, batch)}
     made["captured"] = captured(device)
     torch.save(made, Path(folder) / f"{rank}.pt")
 
@@ -61,7 +70,7 @@ def captured(device):
     model = Model("", "llama", GPUS, "").new(sequence_parallel_group=dist.group.WORLD).to(device)
     called = torch.compile(model, mode="reduce-overhead")
     norms = []
-    for lengths in (LENGTHS, OTHER, LENGTHS, OTHER, OTHER, LENGTHS):
+    for lengths in (ROW, OTHER, ROW, OTHER, OTHER, ROW):
         batch = {name: x.to(device) for name, x in batch_of(lengths).items()}
         shard = fv.shard_row(batch, dist.group.WORLD)
         found = (step(model, each, shard) for each in (called, model))
@@ -84,16 +93,16 @@ several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GP
 @pytest.mark.gpu
 @several
 @pytest.mark.parametrize("ranks", sorted({2, GPUS}))
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_over_gpus(kind, ranks, made):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_row_over_gpus(case, ranks, made):
     """Errors against float64 at most three times those of one GPU, the acceptance rule's factor."""
-    model = fv.patch_model(Model(kind, kind, 1, "").new().double(), "sdpa")
-    exact = {name: x.double() for name, x in step(model, model, batch_of(LENGTHS)).items()}
+    model = fv.patch_model(case.new().double(), "sdpa")
+    exact = {name: x.double() for name, x in step(model, model, case.batch()).items()}
     for first in range(0, GPUS, ranks):
         group = made[first : first + ranks]
         for name, x in exact.items():
-            alone = group[0][kind, ranks]["alone"][name]
-            together = sum(share[kind, ranks]["shared"][name] for share in group)
+            alone = group[0][case.name, ranks]["alone"][name]
+            together = sum(share[case.name, ranks]["shared"][name] for share in group)
             errors = [float((y - x).norm() / x.norm().clamp(min=1e-6)) for y in (together, alone)]
             assert errors[0] <= 3 * errors[1] + 1e-5, (name, errors)
 
