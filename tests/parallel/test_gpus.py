@@ -23,10 +23,7 @@ CASES = tuple(  # Qwen3.5 tunes fla's kernels: a minute
     }.items()
     for kind in kinds
 )
-ROW, OTHER = (
-    (40, 60, 19),
-    (70, 30, 19),
-)  # each with a document that is cut on two ranks, and on four
+ROW, OTHER = (40, 60, 19), (70, 30, 19)  # each has a document cut on two and on four ranks
 
 
 def step(model, called, batch):
