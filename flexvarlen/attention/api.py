@@ -99,11 +99,11 @@ def packed_attention(
         require_tensor(name, x)
     if sinks is not None:
         require_tensor("sinks", sinks)
-    own_shape, v_shape = q_THD.shape, v_THD.shape
-    if v_shape != k_THD.shape and v_shape[:-1] == k_THD.shape[:-1]:
-        q_THD, k_THD, v_THD = to_one_head_dim(q_THD, k_THD, v_THD)
-    check_tensors(q_THD, k_THD, v_THD, mask, sinks)
+    check_tensors(q_THD, k_THD, v_THD, layout, mask.layout_k, sinks)
     check_numbers(softcap, scale)
+    own_dim, v_dim = q_THD.shape[2], v_THD.shape[2]
+    if v_dim != own_dim:
+        q_THD, k_THD, v_THD = to_one_head_dim(q_THD, k_THD, v_THD)
     _, num_heads, head_dim = q_THD.shape
     call = AttentionCall(
         q_THD.device,
@@ -112,7 +112,7 @@ def packed_attention(
         k_THD.shape[1],
         head_dim,
         mask.spec,
-        own_shape[2] ** -0.5 if scale is None else scale,
+        own_dim**-0.5 if scale is None else scale,
         softcap,
         sinks is not None,
         needs_gradients(q_THD, k_THD, v_THD, sinks),
@@ -129,8 +129,8 @@ def packed_attention(
     if plan is None:
         plan = chosen.plan(mask, batch_invariant=call.batch_invariant)
     out_THD, lse_HT = chosen.attend(q_THD, k_THD, v_THD, sinks, call, mask, plan)
-    if v_shape[2] != head_dim:
-        out_THD = out_THD[..., : v_shape[2]]
+    if v_dim != head_dim:
+        out_THD = out_THD[..., :v_dim]
     return out_THD if lse_HT is None else (out_THD, lse_HT)
 
 

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from flexvarlen.mask.document_mask import DocumentMask
+from flexvarlen.layout.packed_layout import PackedLayout
 
 
 def check_numbers(softcap: float | None, scale: float | None = None) -> None:
@@ -35,46 +35,58 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
 
 
 def check_tensors(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: DocumentMask, sinks: Tensor | None
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    layout: PackedLayout,
+    layout_k: PackedLayout,
+    sinks: Tensor | None,
 ) -> None:
-    """Raise ValueError unless the tensors match one another and the layouts.
+    """Raise ValueError unless the tensors match one another and the layouts of queries and keys.
 
-    Reads shapes only, no values.
+    v may have another head_dim. Reads shapes only, no values.
     """
     device, dtype, q_shape, k_shape = q_THD.device, q_THD.dtype, q_THD.shape, k_THD.shape
     fit = (  # one expression, to save host time; `_raise_misfit` finds what is wrong
         len(q_shape) == 3
         and len(k_shape) == 3
-        and k_shape == v_THD.shape
-        and q_shape[0] == mask.layout.total_tokens
-        and k_shape[0] == mask.layout_k.total_tokens
+        and k_shape[:2] == v_THD.shape[:-1]
+        and q_shape[0] == layout.total_tokens
+        and k_shape[0] == layout_k.total_tokens
         and q_shape[2] == k_shape[2]
         and k_shape[1] > 0
         and q_shape[1] % k_shape[1] == 0
         and dtype == k_THD.dtype == v_THD.dtype
-        and device == k_THD.device == v_THD.device == mask.layout.cu_seqlens.device
+        and device == k_THD.device == v_THD.device == layout.cu_seqlens.device
         and (sinks is None or (sinks.shape == q_shape[1:2] and sinks.device == device))
     )
     if not fit:
-        _raise_misfit(q_THD, k_THD, v_THD, mask, sinks)
+        _raise_misfit(q_THD, k_THD, v_THD, layout, layout_k, sinks)
 
 
 def _raise_misfit(
-    q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, mask: DocumentMask, sinks: Tensor | None
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    layout: PackedLayout,
+    layout_k: PackedLayout,
+    sinks: Tensor | None,
 ) -> None:
     """Raise the error for tensors that do not match."""
-    device = mask.layout.device
-    of_keys = "layout_k" if mask.spec.cross else "layout"
+    device = layout.device
+    of_keys = "layout" if layout_k is layout else "layout_k"
     for name, x in (("q", q_THD), ("k", k_THD), ("v", v_THD)):
-        whose, layout = ("layout", mask.layout) if name == "q" else (of_keys, mask.layout_k)
+        whose, tokens = of_keys, layout_k.total_tokens
+        if name == "q":
+            whose, tokens = "layout", layout.total_tokens
         if x.ndim != 3:
             raise ValueError(
                 f"{name} must have shape [tokens, heads, head_dim], got {tuple(x.shape)}; drop the "
                 "batch dimension, or flatten it into the tokens."
             )
-        if x.shape[0] != layout.total_tokens:
+        if x.shape[0] != tokens:
             raise ValueError(
-                f"{name} must have the {whose}'s total_tokens={layout.total_tokens} rows, got "
+                f"{name} must have the {whose}'s total_tokens={tokens} rows, got "
                 f"{x.shape[0]}; pass total_tokens= to the layout if the row ends in padding."
             )
         if x.device != device:
@@ -86,7 +98,7 @@ def _raise_misfit(
                 f"q, k and v must have one dtype, got {q_THD.dtype} and {x.dtype} for {name}; cast "
                 "one."
             )
-    if k_THD.shape != v_THD.shape or k_THD.shape[2] != q_THD.shape[2]:
+    if k_THD.shape[:2] != v_THD.shape[:2] or k_THD.shape[2] != q_THD.shape[2]:
         raise ValueError(
             f"k and v must have shape [tokens, kv_heads, {q_THD.shape[2]}], got "
             f"{tuple(k_THD.shape)} and {tuple(v_THD.shape)}; head_dim must be q's."

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexvarlen.attention.api import packed_attention
+from flexvarlen.attention.check_arguments import check_tensors
 from flexvarlen.layout.packed_layout import PackedLayout
 
 if TYPE_CHECKING:  # not available in a torch built without distributed
@@ -46,7 +47,8 @@ def documents_attention(
         No sync; traces under `fullgraph=True`.
 
     Raises:
-        ValueError: the layout is no shard of this group, or one for another kind of attention.
+        ValueError: the layout is no shard of this group, or one for another kind of attention; or
+            tensors that do not match one another or the layout.
         NotImplementedError: one of these options.
     """
     shard, here = layout.shard, (dist.get_rank(group), dist.get_world_size(group))
@@ -70,6 +72,7 @@ def documents_attention(
     why = shard.why_not(causal=causal, window=window)
     if why is not None:
         raise ValueError(why)
+    check_tensors(q, k, v, layout, layout, options.get("sinks"))
     mask = window, options.get("chunk")
     layout_q, layout_k = shard.layouts(layout, *mask)
     attend = partial(packed_attention, layout=layout_q, layout_k=layout_k, **options)

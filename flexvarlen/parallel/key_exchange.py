@@ -98,9 +98,7 @@ class KeyExchange:
         ]
         rows = max(*map(len, ranges), *map(len, sends), *map(len, returns))
         table = partial(_table, rows=rows)
-        counts = [0] * plan.ranks
-        for sent in needed[rank]:
-            counts[sent.rank] += sent.tokens
+        counts = [sum(x.tokens for x in needed[rank] if x.rank == r) for r in range(plan.ranks)]
         return cls(
             _layout_of_keys(keys, plan, rank, capacity, with_padding=two_sided),
             key_ranges=table(ranges[rank], columns=4),
@@ -252,7 +250,7 @@ def _key_ranges(
         else:
             found.append((token, part.rank, part.tokens, key))
         key += part.tokens
-    return sorted(found, key=lambda found: (found[1] != rank, found[1]))
+    return sorted(found, key=lambda row: (row[1] != rank, row[1]))
 
 
 def _in_quarters(keys: int, tokens: int) -> int:

@@ -200,7 +200,7 @@ MUTATIONS = (
     Mutation(
         "parallel: gradients are sent to the ranks in the order of the keys",
         "flexvarlen/parallel/key_exchange.py",
-        "return sorted(found, key=lambda found: (found[1] != rank, found[1]))",
+        "return sorted(found, key=lambda row: (row[1] != rank, row[1]))",
         "return found",
         "tests/parallel/test_key_exchange.py",
     ),

@@ -73,6 +73,18 @@ def refusals(group: Any) -> dict[str, str]:
             "batch must be a mapping with packed_layout on every rank, got NoneType",
             lambda: fv.shard_row(batch if rank else None, group),
         ),
+        "fewer keys than tokens": (
+            "k must have the layout's total_tokens=60 rows, got 59",
+            lambda: documents_attention(x, x[1:], x[1:], own, group=group),
+        ),
+        "fewer values than keys": (
+            "v must have the layout's total_tokens=60 rows, got 59",
+            lambda: documents_attention(x, x, x[1:], own, group=group),
+        ),
+        "values of another dtype": (
+            "q, k and v must have one dtype, got torch.float32 and torch.float64 for v",
+            lambda: documents_attention(x, x, x.double(), own, group=group),
+        ),
         "window of two sides": (
             "documents_attention has no window (left, right); leave it out",
             lambda: attend(both_ways, window=(3, 2), causal=False),
