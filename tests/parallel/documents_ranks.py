@@ -120,6 +120,7 @@ CALLS = (
     Attention("window_in_two", 2, "one", options={"window": 50}, of_shard={"window": 60}),
     Attention("window_without_its_shard", 3, "one", options={"window": 9}, of_shard={"window": 5}),
     Attention("window_and_chunk", 3, "one", options={"window": 9, "chunk": 25}),
+    Attention("some_of_each_rank_sent", 2, "apart"),
     Attention("softcap", 2, "long", options=REFERENCE | {"softcap": 5.0}),
     Attention("sinks", 3, "one", options=REFERENCE | {"sinks": True}),
     Attention("bidirectional", 4, "mixed", options={"causal": False}),
@@ -310,7 +311,7 @@ def run(rank: int, folder: str) -> None:
                     "trees": graphs(group, "llama", trees),
                 }
                 found["embedded"] = embedded(group)
-                found["refused"] = refusals(group)
+                found["failed_refusals"] = refusals(group)
                 found["rounded_once"] = rounded_once(group)
     torch.save(found, Path(folder) / f"{rank}.pt")
     os._exit(0)  # without destructors, as in two_processes.py

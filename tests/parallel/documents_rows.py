@@ -14,6 +14,7 @@ ROWS = {
     "mixed": (41, 1, 40, 37),  # and a token of padding
     "long": (100, 1, 19),  # longer than a rank
     "one": (120,),
+    "apart": (80, 12, 4, 24),  # each of two ranks sends some tokens and keeps some
     "short": (1,) * 60,  # each whole on a rank, however many
     "edge": (59, 30, 31),  # contiguous: the first of two ranks has a token of the second
     "padded": (50, 30),  # contiguous: the last of four ranks has padding alone

@@ -125,4 +125,4 @@ def test_one_graph_for_rows_of_equal_bounds(shares, name):
 
 def test_refused_calls(shares):
     for share in shares[2]:
-        assert share["refused"] == {}
+        assert share["failed_refusals"] == {}

@@ -119,9 +119,9 @@ def test_a_piece_gets_the_keys_that_it_attends_to(
         assert all(bounds[-1] <= key < len(tokens) for key in keys[real:]), "padding"
 
 
-@given(LENGTHS, st.integers(1, 16), st.booleans(), st.booleans())
-def test_positions_count_in_the_document(lengths, ranks, causal, contiguous):
-    plan = plan_of(lengths, ranks, causal=causal, contiguous=contiguous)
+@given(LENGTHS, st.integers(1, 16), st.integers(0, 9), st.booleans(), st.booleans())
+def test_positions_count_in_the_document(lengths, ranks, padding, causal, contiguous):
+    plan = plan_of(lengths, ranks, padding, causal=causal, contiguous=contiguous)
     for rank, pieces in enumerate(plan.pieces):
         layout = sharded_layout(plan, rank)
         positions, bounds = layout.position_ids().tolist(), layout.cu_seqlens.tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -12,29 +14,45 @@ from tests.parallel.documents_rows import ROWS, TOKENS, TREES, batch_of, tree_sa
 ROW = batch_of(ROWS["long"])
 
 
+TREE = fv.PackedLayout.from_tree([60, 30, 30], parents=[-1, 0, 0])
+
+
 def layout_of(*lengths):
     return {"packed_layout": fv.PackedLayout.from_lengths(lengths)}
 
 
 @pytest.mark.parametrize(
-    ("batch", "options", "message"),
+    ("batch", "options", "beginning"),
     [
         (None, {}, "batch must be a mapping with packed_layout on every rank, got NoneType"),
-        ({"input_ids": ROW["input_ids"]}, {}, "batch must have its documents as packed_layout"),
+        (
+            {"input_ids": ROW["input_ids"]},
+            {},
+            "batch must have its documents as packed_layout, a PackedLayout, got NoneType",
+        ),
         (layout_of(), {}, "total_tokens must be a positive multiple of the 2 ranks, got 0"),
         (layout_of(129), {}, "total_tokens must be a positive multiple of the 2 ranks, got 129"),
         (
             ROW | {"input_ids": torch.zeros(2, TOKENS // 2)},
             {},
-            r"input_ids must be one row, \[1, 120\], got \[2, 60\]; leave it out",
+            "input_ids must be one row, [1, 120], got [2, 60]; leave it out",
         ),
-        (shard_batch(ROW, 1, 2), {}, "that of a whole row, got the shard of rank 1 of 2"),
+        (
+            shard_batch(ROW, 1, 2),
+            {},
+            "packed_layout must be that of a whole row, got the shard of rank 1 of 2",
+        ),
         (ROW, {"rank": 2}, "rank must be that of one of the 2 ranks that share the row, got 2"),
         (ROW, {"window": 0}, "window must be an integer of at least 1, got 0"),
         (ROW, {"method": "tokens"}, "method must be one of 'documents', 'contiguous', 'ulysses'"),
         (TREES(tree_samples(0)), {"method": "ulysses"}, "shard_row does not cut trees"),
+        (
+            {"packed_layout": TREE},
+            {},
+            "each tree must lie whole on one of the 2 ranks, of 60 tokens each, got one",
+        ),
     ],
 )
-def test_refused_batches(batch, options, message):
-    with pytest.raises((ValueError, NotImplementedError), match=message):
+def test_refused_batches(batch, options, beginning):
+    with pytest.raises((ValueError, NotImplementedError), match="^" + re.escape(beginning)):
         shard_batch(batch, **{"rank": 0, "ranks": 2} | options)

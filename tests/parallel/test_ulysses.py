@@ -88,7 +88,10 @@ def test_no_backend_meets_a_tensor_that_is_on_its_way(shares):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_refused_calls(shares, ranks):
     for share in shares[ranks]:
-        assert share["refused"] == share["models"]["refused"] == {}
+        assert share["failed_refusals"] == share["models"]["failed_refusals"] == {}
+
+
+# ---- models ----
 
 
 @pytest.mark.filterwarnings("ignore:num_items_in_batch counts")

@@ -131,7 +131,7 @@ MODELS = (
 def found(ranks: int) -> dict[str, Any]:
     """Every model of this number of ranks."""
     shares = {case.name: case.share() for case in MODELS if case.ranks == ranks}
-    return shares | {"refused": refusals(ranks)} | (copies() if ranks == 2 else {})
+    return shares | {"failed_refusals": refusals(ranks)} | (copies() if ranks == 2 else {})
 
 
 def copies() -> dict[str, str]:

@@ -90,7 +90,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
     own = shard_row({**BATCH, "packed_layout": layout, **counted}, method="ulysses")
     found["shifted_and_counted"] = own["shift_labels"], own["num_items_in_batch"]
     found["tensor_types"] = tensor_types(layout)
-    found["refused"] = refusals(layout)
+    found["failed_refusals"] = refusals(layout)
     found["models"] = ulysses_models.found(ranks)
     torch.save(found, Path(folder) / f"{ranks}-{rank}.pt")
     dist.destroy_process_group()
