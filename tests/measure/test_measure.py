@@ -56,7 +56,8 @@ def test_timings_are_ordered_and_in_milliseconds():
         repeats=5,
     )
     assert list(timings) == ["slow", "fast"]
-    assert 2 <= timings["fast"].ms_p50 < 15 < timings["slow"].ms_p50 < 200
+    assert 2 <= timings["fast"].ms_p50 < timings["slow"].ms_p50
+    assert 20 <= timings["slow"].ms_p50 < 2000  # 20,000 if in microseconds
     assert timings["fast"].ms_p20 <= timings["fast"].ms_p50 <= timings["fast"].ms_p80
 
 
