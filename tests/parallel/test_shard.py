@@ -12,8 +12,6 @@ from flexvarlen.parallel.shard import shard_batch
 from tests.parallel.documents_rows import ROWS, TOKENS, TREES, batch_of, tree_samples
 
 ROW = batch_of(ROWS["long"])
-
-
 TREE = fv.PackedLayout.from_tree([60, 30, 30], parents=[-1, 0, 0])
 
 
