@@ -18,7 +18,6 @@ from flexvarlen.attention.call import AttentionCall, is_past_int32
 from flexvarlen.attention.check_arguments import check_numbers, check_tensors
 from flexvarlen.attention.choose import choose
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
-from flexvarlen.layout.arguments import require_tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask, Prefix
 from flexvarlen.mask.spec import Align
@@ -95,10 +94,6 @@ def packed_attention(
         layout_k=layout_k,
         align=align,
     )
-    for name, x in (("q", q_THD), ("k", k_THD), ("v", v_THD)):
-        require_tensor(name, x)
-    if sinks is not None:
-        require_tensor("sinks", sinks)
     check_tensors(q_THD, k_THD, v_THD, layout, mask.layout_k, sinks)
     check_numbers(softcap, scale)
     own_dim, v_dim = q_THD.shape[2], v_THD.shape[2]

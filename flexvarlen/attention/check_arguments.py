@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor
 
+from flexvarlen.layout.arguments import require_tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 
 
@@ -42,10 +43,14 @@ def check_tensors(
     layout_k: PackedLayout,
     sinks: Tensor | None,
 ) -> None:
-    """Raise ValueError unless the tensors match one another and the layouts of queries and keys.
+    """Raise ValueError unless these are tensors that match one another and both layouts.
 
     v may have another head_dim. Reads shapes only, no values.
     """
+    for name, x in (("q", q_THD), ("k", k_THD), ("v", v_THD)):
+        require_tensor(name, x)
+    if sinks is not None:
+        require_tensor("sinks", sinks)
     device, dtype, q_shape, k_shape = q_THD.device, q_THD.dtype, q_THD.shape, k_THD.shape
     fit = (  # one expression, to save host time; `_raise_misfit` finds what is wrong
         len(q_shape) == 3

@@ -73,6 +73,10 @@ def refusals(group: Any) -> dict[str, str]:
             "batch must be a mapping with packed_layout on every rank, got NoneType",
             lambda: fv.shard_row(batch if rank else None, group),
         ),
+        "queries that are no tensor": (
+            "q must be a tensor, got list; make one with torch.tensor()",
+            lambda: documents_attention(x.tolist(), x, x, own, group=group),
+        ),
         "fewer keys than tokens": (
             "k must have the layout's total_tokens=60 rows, got 59",
             lambda: documents_attention(x, x[1:], x[1:], own, group=group),
