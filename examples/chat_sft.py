@@ -15,7 +15,6 @@ import numpy as np
 import torch
 import transformers
 import typer
-from jinja2 import TemplateError
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 
@@ -30,7 +29,7 @@ def read_chats(data: Path, tokenizer: Any) -> list[list[dict[str, list[int]]]]:
             if line.strip():
                 chat = json.loads(line)
                 chats.append(fv.tokenize_chat(chat["messages"], tokenizer, tools=chat.get("tools")))
-        except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise typer.BadParameter(f"no chat in line {number} of {data}: {error!r}") from error
     if len(chats) < 2:
         raise typer.BadParameter(f"{data} needs two chats, as one is held out, got {len(chats)}.")

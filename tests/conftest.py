@@ -64,10 +64,12 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 def pytest_addoption(parser):
     """`--mask-cases N`: random masks of each kind that are held against brute force.
 
+    `--chat-cases N`: random chats of each tokenizer that are held against the chat template.
     `--all-forms`: all combinations of tests marked `pairwise`, not a sample.
     `--slow`: the tests marked `slow` too, and every parameter of those marked `sampled`.
     """
     parser.addoption("--mask-cases", type=int, default=60)
+    parser.addoption("--chat-cases", type=int, default=84)
     parser.addoption("--all-forms", action="store_true")
     parser.addoption("--slow", action="store_true")
 

@@ -6,9 +6,9 @@
 | `dataset.py` | `PackedDataset`, a dataset of packed rows |
 | `stream.py` | `StreamPacker`, the same of a stream |
 | `examples.py` | what both read of examples, and how they cut them |
-| `chat.py` | `tokenize_chat` makes documents of a chat |
-| `conversations.py` | `conversation_samples` makes a sample of each of a policy's turns |
-| `chat_template.py` | what both ask of a chat template |
+| `chat.py` | `tokenize_chat` makes documents of a chat, `conversation_samples` samples |
+| `chat_template.py` | the prompt and the answer of a turn, as a chat template writes them |
+| `chat_messages.py` | the messages that it is given, and which answers are trained on |
 | `prefixes.py` | `share_prefixes` and `TreeCollator` make trees of samples |
 | `tree_picture.py` | draws them |
 | `collator.py` | `PackedCollator` concatenates documents into one row of fixed shape |
@@ -17,9 +17,8 @@
 | `loader_pass.py` | the state of accelerate's data loader that the sampler and the collators need |
 """
 
-from flexvarlen.packing.chat import tokenize_chat
+from flexvarlen.packing.chat import conversation_samples, tokenize_chat
 from flexvarlen.packing.collator import PackedCollator
-from flexvarlen.packing.conversations import conversation_samples
 from flexvarlen.packing.dataset import PackedDataset
 from flexvarlen.packing.pack import efficiency, pack, split_long
 from flexvarlen.packing.sampler import BalancedSampler

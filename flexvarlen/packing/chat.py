@@ -1,82 +1,197 @@
-"""Chats as documents: the tokens of a chat template, with masks of the assistant's answers."""
+"""Chats as documents and as samples: each answer behind the tokens that generation sees."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import zip_longest
 from typing import Any
 
-from flexvarlen.packing.chat_template import NO_ANSWER, Message, answered, renderer, turns_of
+from flexvarlen.layout.arguments import integers
+from flexvarlen.layout.labels import IGNORE_INDEX
+from flexvarlen.packing.chat_messages import Message, Train, read_messages, trained_turns
+from flexvarlen.packing.chat_template import ChatTemplate
 
-_Text = tuple[str, list[range]]
-"""A rendered text, and the characters of its answers."""
+ANSWER_IDS, PROMPT_IDS = "token_ids", "prompt_token_ids"  # as in vLLM's responses
 
-_MARK = re.compile(r"(\{%[-+]?\s*)(?:end)?generation(\s*[-+]?%\})")
-_SEEN = "\0"  # written where a mark stands; no text holds it
-
-_ADD_MARKS = "put {% generation %} and {% endgeneration %} around answers, with their last tokens"
+_Sample = tuple[list[int], list[int]]
+"""The tokens of a prompt, and of its answer."""
 
 
 def tokenize_chat(
-    messages: Sequence[Message], tokenizer: Any, *, tools: Sequence[Any] | None = None
+    messages: Sequence[Message],
+    tokenizer: Any,
+    *,
+    train: Train = "all",
+    tools: Sequence[Any] | str | None = None,
+    **template_options: Any,
 ) -> list[dict[str, list[int]]]:
     """Tokenize a chat by its template; only the assistant's answers are trained on.
 
-    A template with `{% generation %}` marks the answers itself. With any other, whose masks
-    transformers leaves all zero, an answer is what the template adds to the prompt of its turn,
-    without the white space after it; a message before all others answers nothing, and is not
-    trained on. Where the template writes earlier answers in another way (Qwen3's leaves out their
-    thoughts), each answer ends a document of its own, as it would be generated.
+    Each answer stands behind the tokens of its prompt, as the template renders it for generation;
+    it is what the conversation adds to the prompt, without the white space behind it. A turn whose
+    prompt continues the turn before extends its document. Where the template writes earlier answers
+    in another way (Qwen3's leaves out their reasoning), or the tokenizer splits them in another
+    way, the turn is a document of its own. `{% generation %}` in a template changes nothing.
 
     Args:
-        messages: mappings with `role` and `content`.
-        tokenizer: a fast tokenizer of transformers.
-        tools: what the template may offer to the assistant.
+        messages: mappings with `role`, `content`, and perhaps `reasoning_content`, `tool_calls` and
+            `weight`, which is 0 for an answer that is context only. Arguments of tool calls are
+            mappings or JSON strings. Keys whose value is None are removed, as Arrow adds them.
+        tokenizer: of transformers, with a chat template.
+        train: "all" answers, the "last", or a function of a message that is true for those to train
+            on. An assistant message before all questions is context.
+        tools: what the template may offer to the assistant; or its JSON.
+        template_options: variables of the template, such as `enable_thinking=False`, or another
+            `chat_template`.
 
     Returns:
         Documents with `input_ids` and `assistant_masks`, for `PackedDataset` or `PackedCollator`.
 
     Raises:
-        ValueError: the tokenizer is not fast or has no template, or there is no answer, or one does
-            not begin with its prompt, has no end, or has tool calls, reasoning or content that the
-            template does not write, or arguments that it writes in quotes.
+        ValueError: no answer is trained on; or the template raises an error, does not continue
+            the prompt of an answer, writes no end of answers, or leaves out content, reasoning, a
+            tool call or an argument of one that is trained on; or the tokenizer cannot split a
+            prompt from its answer.
     """
-    if not getattr(tokenizer, "is_fast", False):
+    documents: list[dict[str, list[int]]] = []
+    for prompt, answer in _turns(messages, tokenizer, train, tools, template_options):
+        if not documents or prompt[: len(documents[-1]["input_ids"])] != documents[-1]["input_ids"]:
+            documents.append({"input_ids": [], "assistant_masks": []})
+        ids, masks = documents[-1].values()
+        masks += [0] * (len(prompt) - len(ids)) + [1] * len(answer)
+        ids[:] = [*prompt, *answer]
+    return documents
+
+
+def conversation_samples(
+    messages: Sequence[Message],
+    tokenizer: Any,
+    *,
+    train: Train = "all",
+    tools: Sequence[Any] | str | None = None,
+    **template_options: Any,
+) -> list[dict[str, list[int]]]:
+    """What a policy saw and wrote at each of its turns in a recorded conversation.
+
+    A sample is the prompt of a turn and its answer, as in `tokenize_chat`; only the answer has
+    labels. `share_prefixes` makes one tree of the samples of all conversations of a task. For
+    fine-tuning on packed rows of whole chats there is `tokenize_chat`.
+
+    Assistant messages may hold the tokens of the inference engine, under the names of vLLM's
+    responses: `token_ids` of the answer and `prompt_token_ids`. With both, samples are these
+    tokens, and nothing is rendered. With `token_ids` alone the template must reproduce them, as
+    later prompts repeat them. All answers that are trained on have them, or none.
+
+    Args:
+        messages, tokenizer, train, tools, template_options: as in `tokenize_chat`.
+
+    Returns:
+        Samples with `input_ids` and `labels`, one for each answer in order, for `share_prefixes`
+        or `TreeCollator`; labels are aligned with the input_ids, and -100 in prompts.
+
+    Raises:
+        ValueError: as in `tokenize_chat`; or the template does not reproduce an answer's tokens
+            (the first difference is named), or some answers have tokens and others have none.
+
+    Example, with the tokens of an engine:
+
+    >>> question = {"role": "user", "content": "2 + 2?"}
+    >>> answer = {"role": "assistant", "prompt_token_ids": [5, 6], "token_ids": [7, 8]}
+    >>> conversation_samples([question, answer], tokenizer=None)
+    [{'input_ids': [5, 6, 7, 8], 'labels': [-100, -100, 7, 8]}]
+    """
+    return [
+        {"input_ids": [*prompt, *answer], "labels": [*[IGNORE_INDEX] * len(prompt), *answer]}
+        for prompt, answer in _turns(messages, tokenizer, train, tools, template_options)
+    ]
+
+
+def _turns(
+    messages: Sequence[Message],
+    tokenizer: Any,
+    train: Train,
+    tools: Sequence[Any] | str | None,
+    options: dict[str, Any],
+) -> list[_Sample]:
+    """The prompt and the answer of each turn that is trained on."""
+    messages = read_messages(messages)
+    turns = trained_turns(messages, train)
+    answers, prompts = (_ids_of(messages, turns, name) for name in (ANSWER_IDS, PROMPT_IDS))
+    if prompts and not answers:
+        raise ValueError(f"{PROMPT_IDS} must come with {ANSWER_IDS}; give each answer both.")
+    if prompts:
+        return list(zip(prompts, answers, strict=True))
+    template = ChatTemplate(tokenizer, tools, **options)
+    samples = []
+    for turn, given in zip_longest(turns, answers):
+        prompt, answer = template.answer(messages, turn)
+        if turn == turns[0]:
+            template.require_end(messages, turn)
+        samples.append(_tokens(prompt, answer, turn, given, tokenizer))
+    return samples
+
+
+def _ids_of(messages: Sequence[Message], turns: list[int], name: str) -> list[list[int]]:
+    """The recorded tokens of each answer; empty if none has any.
+
+    Raises:
+        ValueError: some have none, or hold no integers.
+    """
+    without = [turn for turn in turns if messages[turn].get(name) is None]
+    if without and len(without) < len(turns):
         raise ValueError(
-            "tokenizer must be a fast one, which knows where in a text its tokens are, got "
-            f"{type(tokenizer).__name__}; load it by AutoTokenizer, or convert it."
+            f"all answers that are trained on must have {name}, or none; message {without[0]} has "
+            "none: record them, or leave it out by train=."
         )
-    render, template = renderer(messages, tokenizer, tools)
-    texts: list[_Text] = []
-    if _MARK.search(template):
-        texts.append(_marked(messages, render, template))
-    else:
-        for turn in turns_of(messages):
-            text, answer = answered(messages, turn, render, _ADD_MARKS)
-            goes_on = texts and text[: answer.start].startswith(texts[-1][0])
-            spans = texts.pop()[1] if goes_on else []
-            texts.append((text, [*spans, answer]))
-    found = [_masked(*text, tokenizer) for text in texts]
-    if not any(any(document["assistant_masks"]) for document in found):
-        raise ValueError(NO_ANSWER)
-    return found
+    if without:
+        return []
+    advice = "pass the ids that the engine returned"
+    return [integers(f"{name} of message {x}", messages[x][name], advice) for x in turns]
 
 
-def _marked(messages: Sequence[Message], render: Callable[..., str], template: str) -> _Text:
-    """The text of a chat whose template marks the answers.
+def _tokens(
+    prompt: str, answer: str, turn: int, given: list[int] | None, tokenizer: Any
+) -> _Sample:
+    """The tokens of a prompt, tokenized by itself as an engine does, and of its answer.
 
-    The masks of transformers are wrong where an answer begins or ends with a space (they keep
-    the rest of the chat, or nothing of it) or ends with a character of several tokens.
+    Raises:
+        ValueError: the answer's tokens are given, and the text has others; or the tokenizer splits
+            the answer in no tokens that continue the prompt.
     """
-    seen = _MARK.sub(rf"\1if true %}}{_SEEN}{{% endif\2", template)  # keeps the white space
-    parts = render(messages, chat_template=seen).split(_SEEN)
-    ends = list(accumulate(map(len, parts)))
-    return "".join(parts), list(map(range, ends[0::2], ends[1::2]))
+
+    def ids_of(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    prompt_ids, written = ids_of(prompt), ids_of(prompt + answer)
+    if given is not None:
+        _require_reproduced([*prompt_ids, *given], written, turn, decode)
+        return prompt_ids, given
+    if written[: len(prompt_ids)] == prompt_ids:
+        return prompt_ids, written[len(prompt_ids) :]
+    # One token of the text begins in the prompt and ends in the answer. The answer is tokenized
+    # behind a line break, as some tokenizers put a space before what begins a text.
+    line, answer_ids = ids_of("\n"), ids_of("\n" + answer)
+    answer_ids = answer_ids[len(line) :] if answer_ids[: len(line)] == line else ids_of(answer)
+    if decode([*prompt_ids, *answer_ids]) != decode(written):
+        raise ValueError(
+            f"the tokenizer must split message {turn} from its prompt, which ends with "
+            f"{prompt[-12:]!r}; use a chat template whose prompt ends with a whole token."
+        )
+    return prompt_ids, answer_ids
 
 
-def _masked(text: str, spans: list[range], tokenizer: Any) -> dict[str, list[int]]:
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    offsets = encoded["offset_mapping"]
-    mask = [int(any(x < span.stop and span.start < end for span in spans)) for x, end in offsets]
-    return {"input_ids": encoded["input_ids"], "assistant_masks": mask}
+def _require_reproduced(
+    sample: list[int], written: list[int], turn: int, decode: Callable[[list[int]], str]
+) -> None:
+    """Raise ValueError where recorded tokens and the template's differ."""
+    for position, pair in enumerate(zip_longest(sample, written)):
+        if pair[0] != pair[1]:
+            seen, other = ("the end" if x is None else f"{decode([x])!r} ({x})" for x in pair)
+            raise ValueError(
+                f"the chat template must reproduce the {ANSWER_IDS} of message {turn}, got {seen} "
+                f"at position {position} of its sample, where it writes {other}; give each answer "
+                f"its {PROMPT_IDS} too, or use another template."
+            )

@@ -114,18 +114,15 @@ def test_a_line_that_is_no_chat_is_refused_by_its_number(load, folder, tmp_path,
         load("chat_sft").read_chats(tmp_path / "bad.jsonl", tokenizer)
 
 
-def test_the_template_of_the_page_marks_the_answers(folder):
-    """Those that are found without marks, in the same tokens."""
+def test_the_template_of_the_page_trains_the_answers(folder):
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     template = re.search(r"^    {% for message.*?\n\n", page, re.MULTILINE | re.DOTALL)[0]
     tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
     chat = chat_of("rows", "many documents") + chat_of("a mask", "and a kernel")
     tokenizer.chat_template = textwrap.dedent(template)
-    marked = fv.tokenize_chat(chat, tokenizer)
-    tokenizer.chat_template = re.sub("{% (end)?generation %}", "", tokenizer.chat_template)
-    assert fv.tokenize_chat(chat, tokenizer) == marked
-    (answers,) = ([x for x, y in zip(*each.values(), strict=True) if y] for each in marked)
+    (found,) = fv.tokenize_chat(chat, tokenizer)
     end = tokenizer.eos_token
+    answers = [x for x, y in zip(*found.values(), strict=True) if y]
     assert tokenizer.decode(answers) == f"many documents{end}and a kernel{end}"
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
 import pytest
-from tokenizers.processors import ByteLevel
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from flexvarlen.packing import tokenize_chat
 from flexvarlen.verify.corpus import train_tokenizer
+from tests.packing.chat_templates import KINDS, templates, tokenizer_of
+from tests.packing.random_chats import assert_as_expected, random_chat
 
 FIRST, SECOND = "first reply\nof two lines", "second reply"
 CHAT = [
@@ -67,32 +69,56 @@ def test_answers_are_learned_with_marks_and_without():
     assert tokenize_chat(CHAT, tokenizer_with(PLAIN)) == tokenize_chat(CHAT, tokenizer_with(MARKED))
 
 
-@pytest.mark.parametrize("trim", [True, False])
 @pytest.mark.parametrize(
-    "answers", [("yes ", "no"), (" yes", "  no"), ("yes \U0001f600", "no \u00e9")]
+    "answers", [("yes ", "no"), (" yes", "  no"), ("yes \U0001f600", "no \u00e9"), ("y\0", "\0n")]
 )
-def test_marked_answers_may_begin_or_end_with_any_character(trim, answers):
+def test_answers_may_begin_or_end_with_any_character(answers):
     """The masks of transformers reach into the next question, or leave answers out."""
-    tokenizer = tokenizer_with(MARKED.replace("<e>{% endgeneration %}", "{% endgeneration %}<e>"))
-    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=trim)
     first, second = ({"role": "assistant", "content": answer} for answer in answers)
-    chat = [CHAT[0], first, CHAT[2], second]
-    (found,) = tokenize_chat(chat, tokenizer)
-    pairs = zip(found["input_ids"], found["assistant_masks"], strict=True)
-    answer = tokenizer.decode([token for token, mask in pairs if mask])
-    assert answer.replace(" ", "") == "".join(answers).replace(" ", "")
+    ((found, _),) = learned(MARKED.replace("] {", "]\n{"), [CHAT[0], first, CHAT[2], second])
+    assert found == f"{answers[0]}<e>{answers[1]}<e>"
 
 
-def test_a_greeting_before_the_first_question_is_not_learned_without_marks():
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "a system"}]])
+def test_a_greeting_before_the_first_question_is_context(template, before):
     greeting = {"role": "assistant", "content": "hello"}
-    ((answers, text),) = learned(PLAIN, [greeting, *CHAT])
+    ((answers, text),) = learned(template, [*before, greeting, *CHAT])
     assert answers == f"{FIRST}<e>{SECOND}<e>"
-    assert text.startswith("[assistant] hello<e>")
+    assert "[assistant] hello<e>" in text
 
 
-def test_a_tokenizer_without_offsets_is_refused():
-    with pytest.raises(ValueError, match=r"tokenizer must be a fast one.*ByT5Tokenizer"):
-        tokenize_chat(CHAT, ByT5Tokenizer())
+def test_a_tokenizer_without_offsets():
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = PLAIN
+    (found,) = tokenize_chat(CHAT, tokenizer)
+    assert sum(found["assistant_masks"]) == len(f"{FIRST}<e>{SECOND}<e>".encode())
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, FORGETFUL])
+def test_answers_that_are_not_to_be_learned(template):
+    whole = [answer for answer, _ in learned(template)]
+    second = whole[-1].removeprefix(f"{FIRST}<e>")
+    without = [CHAT[0], CHAT[1] | {"weight": 0}, *CHAT[2:]]
+    for chat, train in (
+        (without, "all"),
+        (CHAT, "last"),
+        (CHAT, lambda message: message["content"] == SECOND),
+    ):
+        ((answers, text),) = learned(template, chat, train=train)
+        assert answers == second
+        assert f"[assistant] {FIRST}<e>" in text
+    assert [
+        x for x, _ in learned(template, [*without[:2], *(x | {"weight": 1} for x in CHAT)])
+    ] == whole
+    for chat, train, words in (
+        ([x | {"weight": 0} for x in CHAT], "all", "must hold an answer to train on"),
+        (CHAT, lambda message: False, "must hold an answer to train on"),
+        ([CHAT[0], CHAT[1] | {"weight": 0.5}], "all", "weight of message 1 must be 0.* got 0.5"),
+        (CHAT, "first", "train must be 'all', 'last' or a function .* got 'first'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            learned(template, chat, train=train)
 
 
 def test_what_follows_the_last_answer_is_not_needed():
@@ -129,18 +155,92 @@ def test_a_template_whose_answers_have_no_end_is_refused():
         learned(PLAIN.replace("<e>", ""))
 
 
+CALL = {
+    "type": "function",
+    "function": {"name": "look", "arguments": {"at": "noon", "n": 7, "x": 0}},
+}
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_tool_calls_that_the_template_leaves_out_are_refused(template):
-    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
-    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}, *CHAT]
-    with pytest.raises(ValueError, match="the chat template must write tool_calls"):
+@pytest.mark.parametrize(
+    ("written", "missing"),
+    [
+        ("", r"tool_calls\[0\].function.name"),
+        ("{{ (m.tool_calls or [])[:1] }}", r"tool_calls\[1\].function.name"),
+        ("{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}", r".*arguments.at"),
+        (
+            "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% for k, v in "
+            "c.function.arguments.items() if v %}{{ k }}{{ v }}{% endfor %}{% endfor %}",
+            ".*arguments.x",
+        ),
+    ],
+)
+def test_tool_calls_that_the_template_leaves_out_are_refused(template, written, missing):
+    """Two calls are one too many for gpt-oss's."""
+    template = template.replace("{{ m.content }}", "{{ m.content }}" + written)
+    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}, *CHAT]
+    with pytest.raises(ValueError, match=f"must write {missing} of message 1, and leaves it out"):
         learned(template, chat)
-    written = template.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}")
-    ((answers, _),) = learned(written, chat)
-    assert "look" in answers
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize(
+    ("other", "missing"),
+    [
+        ({"reasoning_content": "a thought"}, "reasoning_content"),
+        ({"refusal": "a refusal"}, "refusal"),
+        ({"function_call": CALL["function"]}, "function_call.name"),
+    ],
+)
+def test_parts_of_an_answer_that_the_template_leaves_out_are_refused(template, other, missing):
+    with pytest.raises(ValueError, match=f"must write {missing} of message 1"):
+        learned(template, [CHAT[0], CHAT[1] | other])
+
+
+def test_a_part_that_another_part_repeats_must_be_written_too():
+    template = PLAIN.replace("{{ m.content }}", "{{ m.reasoning or m.content }}")
+    with pytest.raises(ValueError, match="must write content of message 1"):
+        learned(template, [CHAT[0], CHAT[1] | {"reasoning": f"why {FIRST}"}])
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_arguments_as_data_sets_hold_them(template):
+    """Arrow fills a struct with None; OpenAI's interface returns JSON strings."""
+    template = template.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson }}")
+    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    expected = learned(template.replace("m.tool_calls", "(m.tool_calls or '')"), chat)
+    assert '"arguments": {"at": "noon", "n": 7, "x": 0}' in expected[0][0]
+    none = CALL["function"]["arguments"] | {"zone": None}
+    for arguments in (none, json.dumps(none)):
+        call = CALL | {"function": {"name": "look", "arguments": arguments}, "id": None}
+        other = [CHAT[0] | {"tool_calls": None}, chat[1] | {"tool_calls": [call]}]
+        assert learned(template.replace("m.tool_calls", "(m.tool_calls or '')"), other) == expected
+    for wrong in ("noon", "[1]", [1]):
+        call = CALL | {"function": {"name": "look", "arguments": wrong}}
+        with pytest.raises(ValueError, match=r"arguments of message 1 must be a mapping or a JSON"):
+            learned(template, [CHAT[0], chat[1] | {"tool_calls": [call]}])
+
+
+def test_an_error_of_the_template_names_the_message():
+    template = (
+        "{% if messages[1:] and 'bad' in messages[-1].content %}{{ 1 + 'x' }}{% endif %}" + PLAIN
+    )
+    with pytest.raises(ValueError, match="cannot write the chat up to message 2: unsupported"):
+        learned(template, [*CHAT[:2], CHAT[2] | {"content": "bad"}, CHAT[3]])
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_a_chat_without_an_answer_is_refused(template):
     with pytest.raises(ValueError, match="messages must hold an answer"):
         learned(template, CHAT[:1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_chats_under_every_template(kind, pytestconfig):
+    """`--chat-cases N` sets their number; nothing is trained that generation does not see."""
+    accepted = 0
+    for seed in range(pytestconfig.getoption("--chat-cases")):
+        name = list(templates())[seed % len(templates())]
+        template, tokenizer, chat = templates()[name], tokenizer_of(kind), random_chat(seed)
+        accepted += assert_as_expected(chat, tokenizer, template)
+    assert accepted > seed / 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache, partial
 from pathlib import Path
 
@@ -22,8 +23,8 @@ STRIPS = (
     "{% for t in tools or [] %}[tool] {{ t.function.name }}<e> {% endfor %}"
     "{% for m in messages %}[{{ m.role }}]\n"
     "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% endfor %}<e> "
-    "{% endfor %}{% if add_generation_prompt %}[assistant]\n{{ opening or '' }}{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}{% endfor %}"
+    "<e> {% endfor %}{% if add_generation_prompt %}[assistant]\n{{ opening or '' }}{% endif %}"
 )
 KEEPS = STRIPS.replace(" and loop.last", "")
 TEMPLATES = {"strips": STRIPS, "keeps": KEEPS}
@@ -284,7 +285,7 @@ def test_what_is_refused():
     messages = recorded(ROLLOUTS[0], samples_of("strips"))
     for name, also in (("token_ids", "prompt_token_ids"), ("prompt_token_ids", "")):
         without = {key: x for key, x in messages[2].items() if key not in (name, also)}
-        with pytest.raises(ValueError, match=f"all answers must have {name}, or none.*message 2"):
+        with pytest.raises(ValueError, match=f"must have {name}, or none; message 2"):
             fv.conversation_samples([*messages[:2], without, *messages[3:]], tokenizer)
     only = [*START, answer("x") | {"prompt_token_ids": [1]}]
     with pytest.raises(ValueError, match="prompt_token_ids must come with token_ids"):
@@ -293,12 +294,24 @@ def test_what_is_refused():
         fv.conversation_samples([*START, answer("x") | {"token_ids": ["x"]}], tokenizer)
     with pytest.raises(ValueError, match="messages must hold an answer"):
         fv.conversation_samples([answer("a greeting"), user("x")], tokenizer)
-    with pytest.raises(ValueError, match=r"continue the prompt of message 2.*prompt_token_ids"):
+    with pytest.raises(ValueError, match="continue the prompt of message 2"):
         fv.conversation_samples(ROLLOUTS[2], tokenizer, opening="x")
     unended = tokenizer_with(STRIPS.replace("<e>", ""))
     for last in (answer("x"), answer("", calls=1)):
-        with pytest.raises(ValueError, match=r"must end message 2.*prompt_token_ids"):
+        with pytest.raises(ValueError, match="must end message 2"):
             fv.conversation_samples([*START, last], unended)
+
+
+def test_answers_without_recorded_tokens_that_are_not_to_be_learned():
+    """Few-shot answers, by their weight or by a rule."""
+    shot, last = answer("an example"), answer("x") | {"prompt_token_ids": [5, 6], "token_ids": [7]}
+    for chat, train in (
+        ([*START, shot | {"weight": 0}, user("y"), last], "all"),
+        ([*START, shot, user("y"), last], "last"),
+        ([*START, shot, user("y"), last], lambda message: "token_ids" in message),
+    ):
+        (sample,) = fv.conversation_samples(chat, None, train=train)
+        assert sample == {"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}
 
 
 def test_templates_that_leave_out_a_part_of_an_answer():
@@ -308,9 +321,9 @@ def test_templates_that_leave_out_a_part_of_an_answer():
     )
     content = tokenizer_with(STRIPS.replace("{{ m.content }}", "{{ m.content.text }}"))
     messages = [*START, answer("reply"), user("thought"), answer("reply", "a thought")]
-    with pytest.raises(ValueError, match="must write reasoning_content, without which message 4"):
+    with pytest.raises(ValueError, match="must write reasoning_content of message 4"):
         fv.conversation_samples(messages, reasoning)
-    with pytest.raises(ValueError, match="must write content, without which message 2"):
+    with pytest.raises(ValueError, match="must write content of message 2"):
         fv.conversation_samples(messages, content)
     # White space may differ, another name may hold the same, and the prompt may open the reasoning.
     opens = tokenizer_with(STRIPS.replace("{{ opening or '' }}", "<think>"))
@@ -336,25 +349,24 @@ def test_content_that_the_template_would_write_as_python_does():
 def test_what_is_not_one_chat():
     tokenizer = tokenizer_with(STRIPS)
     for messages in ([ROLLOUTS[0], ROLLOUTS[1]], {"messages": ROLLOUTS[0]}, "a question"):
-        with pytest.raises(ValueError, match="messages must be those of one chat"):
+        with pytest.raises(ValueError, match="messages must be one chat"):
             fv.conversation_samples(messages, tokenizer)
     with pytest.raises(TypeError, match="add_generation_prompt"):  # it would end every answer
         fv.conversation_samples(ROLLOUTS[0], tokenizer, add_generation_prompt=True)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "gptoss"])
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "gptoss", "gemma4", "qwen3_5_think"])
 def test_arguments_that_the_template_would_write_in_quotes(name):
-    """They are strings in answers of OpenAI's interface; some templates take these as they are."""
+    """They are strings in answers of OpenAI's interface, which templates take for texts."""
     tool = {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}
-    tools = [{"type": "function", "function": tool}]
-    for arguments in ('{"at": "1 o\'clock"}', "{}"):
+    options = {"tools": [{"type": "function", "function": tool}]}
+    tokenizer, found = tokenizer_with(template_of_trl(name)), []
+    for arguments in ({"at": "1 o'clock", "on": ["x"]}, '{"at": "1 o\'clock", "on": ["x"]}'):
         message = answer("", calls=1)
         message["tool_calls"][0]["function"] = {"name": "look", "arguments": arguments}
-        messages = [user("a question"), message]
-        with pytest.raises(ValueError, match=r"must be mappings .* string in message 1"):
-            fv.conversation_samples(messages, tokenizer_with(template_of_trl(name)), tools=tools)
-        (sample,) = fv.conversation_samples(messages, tokenizer_with(template_of_trl("qwen3")))
-        assert arguments in tokenizer_with(STRIPS).decode(sample["input_ids"])
+        found.append(fv.conversation_samples([user("a question"), message], tokenizer, **options))
+        options["tools"] = json.dumps(options["tools"])  # as data sets hold them
+    assert found[0] == found[1]
 
 
 def test_a_tokenizer_that_puts_a_space_before_each_text():
