@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flexvarlen.packing.chat_messages import read_messages
+from flexvarlen.packing.chat_template import ChatTemplate
+
 SUFFIXES = (".jsonl", ".json")
 
 
@@ -66,15 +69,10 @@ def _chat(messages: object, tools: Any, where: str, tokenizer: Any) -> str:
         )
     if getattr(tokenizer, "chat_template", None) is None:
         return "\n".join(filter(None, (_content(message, where) for message in messages)))
-    from jinja2 import TemplateError
-
     try:
-        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
-    except (TemplateError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"text must be chats that the tokenizer's template accepts, got its refusal "
-            f"{str(error)!r} of {where}; change the messages, or write the chat as 'text'."
-        ) from error
+        return ChatTemplate(tokenizer, tools).render(read_messages(messages))
+    except ValueError as error:
+        raise ValueError(f"text must be chats that can be rendered; in {where} {error}") from error
 
 
 def _content(message: Mapping[str, Any], where: str) -> str:

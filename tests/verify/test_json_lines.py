@@ -1,31 +1,28 @@
 """JSON lines are documents, never text to train on as they stand."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from flexvarlen.verify.corpus import packed_text, read_documents
+from flexvarlen.verify.corpus import packed_text, read_documents, train_tokenizer
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 
 
-class ChatTokenizer:
-    """As transformers' `PreTrainedTokenizerBase`, whose template wants a user first."""
+TEMPLATE = (
+    "{% if messages[0].role != 'user' %}{{ raise_exception('a user must begin') }}{% endif %}"
+    "{{ tools[0].name if tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
 
-    chat_template = "{{ messages }}"
 
-    def apply_chat_template(self, messages, tools=None, tokenize=True):
-        from jinja2 import TemplateError
-
-        assert not tokenize
-        if messages[0]["role"] != "user":
-            raise TemplateError("a user must begin")
-        said = "".join(f"<{one['role']}>{one['content']}" for one in messages)
-        return f"{tools or ''}{said}"
-
-    def encode(self, text, add_special_tokens):
-        return list(text.encode())
+@cache
+def chat_tokenizer():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=train_tokenizer((TEMPLATE,), 300))
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 @pytest.fixture
@@ -57,9 +54,9 @@ def test_several_files_and_plain_text_mix(lines):
 
 
 def test_chats_use_the_template_if_there_is_one(lines):
-    file = lines({"messages": CHAT}, {"messages": CHAT, "tools": [1]}, {"text": "z", "messages": 0})
-    with_template = read_documents([file], ChatTokenizer())
-    assert with_template == ("<user>Hi<assistant>Hello!", "[1]<user>Hi<assistant>Hello!", "z")
+    file = lines({"messages": CHAT}, {"messages": CHAT, "tools": [{"name": "look"}]}, {"text": "z", "messages": 0})
+    with_template = read_documents([file], chat_tokenizer())
+    assert with_template == ("<user>Hi<assistant>Hello!", "look<user>Hi<assistant>Hello!", "z")
     assert read_documents([file]) == ("Hi\nHello!", "Hi\nHello!", "z")
 
 
@@ -71,12 +68,12 @@ def test_parts_of_a_message_without_a_template(lines):
 
 def test_row_of_a_chat_is_in_the_models_template(lines):
     batch = packed_text(
-        vocabulary=256,
+        vocabulary=300,
         tokens=200,
         files=[lines({"messages": CHAT})],
-        tokenizer=ChatTokenizer(),
+        tokenizer=chat_tokenizer(),
     )
-    assert bytes(batch.input_ids[0].tolist()).count(b"<user>")
+    assert "<user>Hi<assistant>Hello!" in chat_tokenizer().decode(batch.input_ids[0])
 
 
 @pytest.mark.parametrize(
@@ -104,8 +101,8 @@ def test_other_lines_are_refused_by_number(lines, line, words):
 
 def test_refusal_of_the_template_names_the_line(lines):
     file = lines({"messages": CHAT}, {"messages": CHAT[::-1]})
-    with pytest.raises(ValueError, match=r"got its refusal 'a user must begin' of line 2 of"):
-        read_documents([file], ChatTokenizer())
+    with pytest.raises(ValueError, match=r"line 2 of .* up to message 1: a user must begin"):
+        read_documents([file], chat_tokenizer())
 
 
 def test_a_long_line_is_shortened(lines):
