@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -87,7 +88,9 @@ def answer(rng: random.Random, calls: int, reasons: str | None) -> dict[str, Any
         own = [
             {
                 "name": f"f{rng.randrange(10**8)}",
-                "arguments": {f"a{i}": value(rng) for i in range(rng.randint(0, 3))},
+                "arguments": {
+                    f"a{rng.randrange(10**8)}": value(rng) for _ in range(rng.randint(0, 3))
+                },
             }
             for _ in range(calls)
         ]
@@ -167,7 +170,8 @@ def _spelled(rng: random.Random, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _squeezed(x: str) -> str:
-    return "".join(x.split())
+    """Without white space and what escapes it or quotes."""
+    return re.sub(r"\\[ntr]|\\|\s", "", x)
 
 
 def _leaves(of: Any, name: str = "") -> list[tuple[str, Any]]:
@@ -184,12 +188,7 @@ def _written(leaf: tuple[str, Any], where: str) -> bool:
     if not own or own is True:
         return key in where
     if isinstance(own, str):
-        forms = [
-            own,
-            json.dumps(own)[1:-1],
-            json.dumps(own, ensure_ascii=False)[1:-1],
-            repr(own)[1:-1],
-        ]
+        forms = [own, *(json.dumps(own, ensure_ascii=x)[1:-1] for x in (True, False))]
         return any(_squeezed(form) in where for form in forms)
     return str(own) in where
 
