@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexvarlen.layout.arguments import at_least
-from flexvarlen.layout.labels import IGNORE_INDEX, LABEL_COUNTS
+from flexvarlen.layout.labels import (
+    IGNORE_INDEX,
+    LABEL_COUNTS,
+    LABELS,
+    int64_labels,
+    why_not_ignore_index,
+    why_not_labels,
+)
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
@@ -69,9 +76,10 @@ def shard_row(
 
     Raises:
         ValueError: there is no layout or that of a shard, a tensor is not one row of T tokens, T is
-            0 or not a multiple of P, trees do not fit, the ranks hold different rows or documents
-            (a collective compares them, so every rank raises), this process is not in the group,
-            `method` is unknown, or `window` is not positive.
+            0 or not a multiple of P, a label is negative and not -100, trees do not fit, the ranks
+            hold different rows or documents (every rank raises, as a collective compares what they
+            found), this process is not in the group, `method` is unknown, or `window` is not
+            positive.
         NotImplementedError: trees with method="ulysses".
 
     All ranks of the group call it. Syncs if tensors are on a device.
@@ -160,16 +168,16 @@ def _has_trees(batch: Mapping[str, Any]) -> bool:
 def _completed(batch: Mapping[str, Any], *, causal: bool) -> dict[str, Any]:
     """The row with what a shard alone cannot tell: positions, next labels, their number."""
     layout: PackedLayout = batch["packed_layout"]
-    row = dict(batch)
+    row = {**batch, **{name: int64_labels(batch[name]) for name in LABELS if name in batch}}
     counts: Tensor | None = None
     if _has_trees(batch):  # whose positions the model makes
-        if LABEL_COUNTS in batch and "shift_labels" in batch:
-            counts = batch[LABEL_COUNTS] * (batch["shift_labels"] != IGNORE_INDEX)
+        if LABEL_COUNTS in row and "shift_labels" in row:
+            counts = row[LABEL_COUNTS] * (row["shift_labels"] != IGNORE_INDEX)
     else:
         in_document = layout.position_ids() * layout.real_tokens()
         row.setdefault("position_ids", in_document[None])
-        if causal and ("labels" in batch or "shift_labels" in batch):
-            row["shift_labels"] = _next_labels(batch)
+        if causal and ("labels" in row or "shift_labels" in row):
+            row["shift_labels"] = _next_labels(row)
         labels = row.get("shift_labels" if causal else "labels")
         counts = None if labels is None else labels != IGNORE_INDEX
     if counts is not None:
@@ -226,12 +234,15 @@ def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
             "row: pass such a total_tokens to PackedCollator or PackedLayout.from_lengths."
         )
     for name, x in batch.items():
-        if not _is_replicated(x) and not (isinstance(x, Tensor) and x.shape == (1, tokens)):
+        is_shared = _is_replicated(x) and name not in LABELS
+        if not is_shared and not (isinstance(x, Tensor) and x.shape == (1, tokens)):
             shape: Sequence[int] | str = (
                 list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             )
             return f"{name} must be one row, [1, {tokens}], got {shape}; leave it out."
-    return None
+    of_labels = (why_not_labels(name, batch[name]) for name in LABELS if name in batch)
+    whys = (why_not_ignore_index(batch.get("ignore_index")), *of_labels)
+    return next((why for why in whys if why is not None), None)
 
 
 def _require_same_row(

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import require_tensor
-from flexvarlen.layout.labels import IGNORE_INDEX
+from flexvarlen.layout.labels import IGNORE_INDEX, LABELS, int64_labels
 from flexvarlen.parallel.ulysses import shard_tokens
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_LABELS = ("shift_labels", "labels")  # in order of priority
 
 _counted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose `num_items_in_batch` was already checked."""
@@ -42,7 +40,7 @@ def mask_labels(
         first: bool `[T]`, as `unpredicted_tokens` returns it.
         packs: whether a row may hold several documents, or padding.
     """
-    given = {name: inputs[name] for name in _LABELS if inputs.get(name) is not None}
+    given = {name: inputs[name] for name in LABELS if inputs.get(name) is not None}
     for name, labels in given.items():
         require_tensor(name, labels)
         if group is None and labels.numel() != len(first):
@@ -57,7 +55,7 @@ def mask_labels(
         if group is not None:
             masked_T = shard_tokens(masked_T, group)
         is_masked = masked_T.view(labels.shape).to(labels.device)
-        inputs[name] = labels.masked_fill(is_masked, IGNORE_INDEX)
+        inputs[name] = int64_labels(labels).masked_fill(is_masked, IGNORE_INDEX)
     counted = packs and inputs.get("num_items_in_batch") is not None
     if given and counted and not torch.compiler.is_compiling():
         name = next(iter(given))

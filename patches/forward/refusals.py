@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
-from flexvarlen.layout.labels import LABEL_COUNTS
+from flexvarlen.layout.labels import LABEL_COUNTS, why_not_ignore_index
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.attention.refuse_context_parallel import refuse_context_parallel
@@ -40,11 +40,17 @@ _IMAGES = (
 
 
 def refuse_inputs(forward: ForwardInputs) -> None:
-    """Refuse inputs that would be ignored or misread."""
+    """Refuse inputs that would be ignored or misread.
+
+    The values of labels are not read: torch raises where one is neither a class nor -100.
+    """
     module, inputs = forward.module, forward.inputs
     mask, row_tokens = inputs.get("attention_mask"), forward.tokens.shape[1]
     refuse_context_parallel()
     refuse_unread(inputs, mask, type(module))
+    why = why_not_ignore_index(inputs.get("ignore_index"))
+    if why is not None:
+        raise ValueError(why)
     refuse_images(module.config, inputs)
     refuse_next_token_after_padding(mask, row_tokens, inputs.get("logits_to_keep"))
     implementation: Any = forward.config._attn_implementation

@@ -69,6 +69,18 @@ def refusals(group: Any) -> dict[str, str]:
             "input_ids must be one row, [1, 120], got [1, 119]; leave it out",
             lambda: fv.shard_row(batch | {"input_ids": batch["input_ids"][:, rank:]}, group),
         ),
+        "another ignore_index": (
+            "ignore_index must be -100, ",
+            lambda: fv.shard_row(batch | ({} if rank else {"ignore_index": -1}), group),
+        ),
+        "another ignore_index in a forward": (
+            "ignore_index must be -100, ",
+            lambda: model(**shard, ignore_index=-1),
+        ),
+        "labels of -1 on a rank": (
+            "labels must be at least 0, or -100 ",
+            lambda: fv.shard_row(batch | {"labels": batch["labels"] * (-1) ** rank}, group),
+        ),
         "no batch on a rank": (
             "batch must be a mapping with packed_layout on every rank, got NoneType",
             lambda: fv.shard_row(batch if rank else None, group),

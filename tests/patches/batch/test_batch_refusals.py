@@ -208,6 +208,25 @@ def test_malformed_inputs(model, inputs, words):
         refused(ValueError, words, model, **{"input_ids": ROW.ids, **inputs})
 
 
+IGNORING = {
+    "packed": {**PACKED_FORMS["packed_layout"], "labels": ROW.ids},
+    "padded": {"attention_mask": torch.ones_like(ROW.ids).index_fill(1, torch.arange(9), 0)},
+    "decoding": {"past_key_values": _filled_cache()},
+    "trees": fv.share_prefixes([[5, 6, 7], [5, 6, 8]]).batch(),
+}
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+@pytest.mark.parametrize("given", [-1, 0, "-100", torch.tensor(-1)])
+@pytest.mark.parametrize("form", IGNORING)
+def test_another_label_that_the_loss_ignores(form, given, unpad):
+    """A patched model sets labels to -100, in which torch would find no class."""
+    inputs = {"input_ids": ROW.ids, **IGNORING[form], "ignore_index": given}
+    words = "ignore_index must be -100, .* got .*; set the labels"
+    with fv.patched(shared_model("llama"), "sdpa", unpad=unpad) as model:
+        refused(ValueError, words, model, **inputs)
+
+
 def test_more_documents_or_longer_ones_than_asked_for():
     model = shared_model("llama")
     for sizes, words in (({"capacity": 4}, "capacity"), ({"max_seqlen_bound": 64}, "bound")):

@@ -67,6 +67,15 @@ def test_first_labels_are_masked(batch, form):
     assert loss == pytest.approx(by_document(batch, own_labels(batch)), rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+@pytest.mark.parametrize("given", [{}, {"ignore_index": -100}])
+def test_labels_of_a_dtype_without_minus_100(dtype, given):
+    batch = one_row()
+    assert batch.ids.max() < 256
+    loss = loss_of(shared_model("llama"), batch, labels=batch.ids.to(dtype), **given)
+    assert loss == pytest.approx(by_document(batch, own_labels(batch)), rel=1e-5)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("left", [False, True])
 def test_labels_at_padding_are_masked(left, packed):
