@@ -260,8 +260,4 @@ class PackedCollator:
             inside = kept[start:stop]
             if not inside.any():
                 continue  # a run of padding
-            document = {name: values[start:stop][inside] for name, values in columns.items()}
-            yield document | {
-                "input_ids": document["input_ids"].astype(np.int64),
-                "labels": document["labels"].astype(np.int64),
-            }
+            yield {name: values[start:stop][inside] for name, values in columns.items()}

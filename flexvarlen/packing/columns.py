@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexvarlen.layout.labels import IGNORE_INDEX
+from flexvarlen.layout.labels import IGNORE_INDEX, why_not_labels
 from flexvarlen.layout.packed_layout import PackedLayout
 
 KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "seq_idx")
@@ -36,6 +36,12 @@ def features_of(given: Any) -> Iterator[Any]:
             isinstance(first, Tensor | np.ndarray) and first.ndim == 0
         )
         yield from features_of(feature) if nested else (feature,)
+
+
+def is_list_of_documents(example: Any) -> bool:
+    """Whether an example is a list of mappings or of token ids, such as those of one chat."""
+    first = example[0] if isinstance(example, list | tuple) and example else 0
+    return isinstance(first, Mapping | list | tuple) or getattr(first, "ndim", 0) > 0
 
 
 def _not_features(given: Any) -> str:
@@ -142,6 +148,8 @@ def _array(name: str, value: Any) -> NDArray[Any]:
         raise ValueError(
             f"{name} must have rows of equal length, got ragged rows; pass them one by one."
         ) from error
+    if name in ("input_ids", "labels") and found.dtype.kind in "iub":
+        found = found.astype(np.int64, copy=False)  # -100 fits in no unsigned dtype
     return found[0] if name in BOUNDARIES and found.ndim == 2 and len(found) == 1 else found
 
 
@@ -215,7 +223,7 @@ def check_size(name: str, values: NDArray[Any], tokens: NDArray[Any]) -> None:
 
 
 def check_row(row: Mapping[str, NDArray[Any]], extra: Iterable[str]) -> None:
-    """Raise unless each column has an integer for each token, and all of `extra` are there."""
+    """Raise unless each token has an integer of each column and all of `extra` are there."""
     for name in extra:
         if name not in row:
             raise ValueError(f"features must hold {name}, got {', '.join(row)}; add the column.")
@@ -230,3 +238,6 @@ def check_row(row: Mapping[str, NDArray[Any]], extra: Iterable[str]) -> None:
             f"input_ids must be at least 0, got {tokens.min()}; fix the document (only "
             "labels may be -100)."
         )
+    why = why_not_labels("labels", row["labels"]) if "labels" in row else None
+    if why is not None:
+        raise ValueError(why)

@@ -10,8 +10,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from flexvarlen.layout.labels import IGNORE_INDEX
-from flexvarlen.packing.columns import BOUNDARIES, LOSS_MASKS, check_row, rows_of
+from flexvarlen.layout.labels import IGNORE_INDEX, why_not_labels
+from flexvarlen.packing.columns import (
+    BOUNDARIES,
+    LOSS_MASKS,
+    check_row,
+    is_list_of_documents,
+    rows_of,
+)
 from flexvarlen.packing.pack import cut_into
 
 Columns = dict[str, NDArray[Any]]
@@ -58,6 +64,11 @@ def columns_of(example: Any, described: str, extra: Collection[str]) -> Columns:
         ValueError: it is no tokenized document; the message begins with `described`.
     """
     try:
+        if is_list_of_documents(example):
+            raise ValueError(
+                f"an example must be one document, got a list of {len(example)}; flatten the "
+                "lists: [d for c in chats for d in fv.tokenize_chat(c, tokenizer)]."
+            )
         rows = list(rows_of(example, extra))
         if len(rows) != 1:
             raise ValueError(
@@ -121,6 +132,8 @@ def _of_arrow(
         name: np.concatenate([x.flatten().to_numpy(zero_copy_only=False) for x in column.chunks])
         for name, column in ((name, table.column(name)) for name in names)
     }
+    if "labels" in columns and why_not_labels("labels", columns["labels"]) is not None:
+        return None
     return lengths["input_ids"].astype(np.int64), columns
 
 

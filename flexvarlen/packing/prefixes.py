@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flexvarlen.layout.arguments import at_least, checked_sizes, int64s, require_tensor
-from flexvarlen.layout.labels import IGNORE_INDEX
+from flexvarlen.layout.labels import IGNORE_INDEX, why_not_labels
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.packing.collator import pad_token_id_of
@@ -184,6 +184,9 @@ def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray
             f"input_ids of sample {index} must be at least 0, got {ids.min()}; fix it (only "
             "labels may be -100)."
         )
+    why = why_not_labels(f"labels of sample {index}", labels)
+    if why is not None:
+        raise ValueError(why)
     if not len(ids) or len(labels) != len(ids):
         raise ValueError(
             "a sample must have tokens, and as many labels, got "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 
@@ -215,6 +216,29 @@ def test_first_labels_of_tokens_of_their_own(seen):
     torch.testing.assert_close(found, torch.stack(losses).sum() / 7)
 
 
+UNSIGNED = (
+    *(partial(np.array, dtype=each) for each in (np.uint8, np.uint16, np.uint32, np.uint64)),
+    *(partial(torch.tensor, dtype=each) for each in (torch.uint8, torch.uint16, torch.uint32)),
+    list,
+)
+
+
+@pytest.mark.parametrize("of", UNSIGNED)
+@pytest.mark.parametrize("packer", [fv.PackedDataset, fv.StreamPacker])
+def test_pieces_of_examples_with_unsigned_labels(packer, of):
+    """The label of a piece's first token is -100."""
+    tokens = list(range(1, 20))
+    others = {"attention_mask": of([1] * 19), "completion_mask": of([0] * 9 + [1] * 10)}
+    example = {"input_ids": of(tokens), "labels": of(tokens)}
+    for given in (example, example | others):
+        labels = {
+            int(row[0]["input_ids"][0]): fv.PackedCollator()(row)["labels"][0].tolist()
+            for row in packer([given], 8)
+        }
+        assert labels[9] == [-100, *range(10, 17)]
+        assert (1 in labels) == (given is example)
+
+
 @pytest.mark.parametrize("of", [list, np.array, torch.tensor])
 def test_next_token_labels_of_ones_own(of):
     """What Trainer counts must be what a causal model learns."""
@@ -235,9 +259,12 @@ def test_next_token_labels_of_ones_own(of):
     assert labels[0, :4].tolist() == [-100, 2, 3, -100]
 
 
+@pytest.mark.parametrize("of", UNSIGNED)
 @pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
-def test_loss_of_completions_alone(collate, mask):
-    batch = collate([{"input_ids": [1, 2, 3, 4], mask: [0, 0, 1, 1]}])
+def test_loss_of_completions_alone(collate, mask, of):
+    """No unsigned type holds the -100 of the others."""
+    batch = collate([{"input_ids": of([1, 2, 3, 4]), mask: [0, 0, 1, 1]}])
+    assert batch["labels"].dtype == batch["input_ids"].dtype == torch.int64
     assert batch["labels"][0, :4].tolist() == [-100, -100, 3, 4]
 
 
@@ -284,6 +311,7 @@ def test_positions_of_roberta():
         (["text"], "features must be mappings with input_ids, got str"),
         ([{"input_ids": [1.7, 2.0]}], "input_ids must be integers, got float64"),
         ([{"input_ids": [1, 2], "labels": [1.0, float("nan")]}], "labels must be integers"),
+        ([{"input_ids": [1, 2], "labels": [-1, 2]}], "labels must be at least 0, or -100 .*got -1"),
         ({"input_ids": [[1, 2], [3]]}, "input_ids must have rows of equal length"),
         (
             {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2]]},

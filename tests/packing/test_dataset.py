@@ -329,6 +329,8 @@ def test_values_of_an_arrow_table_are_read_when_an_item_is(monkeypatch, capsys):
 
 
 GOOD = {"input_ids": [1, 2, 3]}
+LEARNED = GOOD | {"labels": [1, 2, 3]}
+WRONG = GOOD | {"labels": [-100, -1, 3]}
 
 
 @pytest.mark.parametrize(
@@ -350,7 +352,13 @@ GOOD = {"input_ids": [1, 2, 3]}
         ([GOOD, {"input_ids": [1.5, 2.0]}], {}, r"dataset\[1\] .*must be integers, got float64; "),
         ([GOOD, {"input_ids": [1, -2]}], {}, r"dataset\[1\] .*at least 0, got -2; "),
         ([GOOD, "text"], {}, r"dataset\[1\] .* got str; "),
-        ([GOOD, [[1, 2], [3, 4]]], {}, r"dataset\[1\] .*one document, got 2 rows; "),
+        ([GOOD, [[1, 2], [3, 4]]], {}, r"dataset\[1\] .*one document, got a list of 2; flatten "),
+        ([[GOOD, GOOD]], {}, r"dataset\[0\] .*got a list of 2; .*for d in fv.tokenize_chat\(c, "),
+        ([(np.array([1, 2]),)], {}, r"dataset\[0\] .*one document, got a list of 1; "),
+        ([np.array([[1, 2], [3, 4]])], {}, r"dataset\[0\] .*one document, got 2 rows; "),
+        ([["a", "b"]], {}, r"dataset\[0\] .*must be integers, got <U1; "),
+        ([GOOD, WRONG], {}, r"dataset\[1\] .*labels must be at least 0, or -100 .* got -1; "),
+        (of_arrow([LEARNED, WRONG]), {}, r"dataset\[1\] .*labels must be at least 0, .*got -1; "),
         ([GOOD, GOOD | {"seq_lengths": [3]}], {}, r"dataset\[1\] .*got seq_lengths, .*; "),
         (of_arrow([{"input_ids": [[1, 2]], "labels": [[1, 2]]}] * 2), {}, r"dataset\[0\] .*T\]"),
         ([GOOD], {"extra": ["weight"]}, r"dataset\[0\] .*must hold weight, got input_ids; "),

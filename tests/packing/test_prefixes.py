@@ -187,6 +187,7 @@ def test_groups_that_can_be_read_once(once):
         [np.int64(1), 2],
         torch.tensor([1, 2], dtype=torch.int32),
         np.array([1, 2], np.uint16),
+        torch.tensor([1, 2], dtype=torch.uint16),
         np.array([1, 2, 9])[:2],
     ],
 )
@@ -195,6 +196,9 @@ def test_samples_of_each_kind(ids, in_mapping):
     features = [{"input_ids": ids, "labels": ids} if in_mapping else ids]
     assert fv.TreeCollator()(features)["input_ids"].tolist() == [[1, 2]]
     assert fv.TreeCollator()([features, features])["sample_counts"].tolist() == [[2, 2]]
+
+
+LABELLED = {"input_ids": [5, 6, 7], "labels": [-1, -1, 7]}
 
 
 def test_what_raises():
@@ -209,6 +213,7 @@ def test_what_raises():
         ([np.array([1.0])], "input_ids of sample 0 must be integers, got"),
         ([torch.ones(2, dtype=torch.bool)], "input_ids of sample 0 must be integers, got True"),
         ([{"input_ids": [1], "labels": ["a"]}], "labels of sample 0 must be integers, got 'a'"),
+        ([[1], LABELLED], "labels of sample 1 must be at least 0, or -100 .* got -1; set the"),
         ([[1], [2, -1]], "input_ids of sample 1 must be at least 0, got -1"),
         ([1, 2], "input_ids of sample 0 must be a list"),
         ("ab", "samples must be a list of samples, got str"),
