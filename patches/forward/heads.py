@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 
+from flexvarlen.layout.arguments import holds_integers
 from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS, tree_loss
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
@@ -121,15 +122,20 @@ def _requiring_patch(forward: Any) -> Any:
 def check_document_labels(labels: Any, documents: int) -> None:
     """Check that a head with one output per document got labels for these documents.
 
+    Integers with two axes are labels of tokens, whose shape may be that of several outputs.
+
     Raises:
-        ValueError: `labels` is not one label, or one vector of labels, for each.
+        ValueError: `labels` is not one label, or one vector of floating-point labels, for each.
     """
-    if isinstance(labels, Tensor) and (labels.ndim == 0 or len(labels) != documents):
+    if not isinstance(labels, Tensor):
+        return
+    of_tokens = labels.ndim > 1 and holds_integers(labels)
+    if labels.ndim == 0 or len(labels) != documents or of_tokens:
         raise ValueError(
-            f"labels must be one for each of the {documents} documents, [{documents}] or "
-            f"[{documents}, num_labels], under a head that classifies documents, got shape "
-            f"{tuple(labels.shape)}; give each document its label, and no labels of tokens, and "
-            f"where an IterableDataset is loaded {DISPATCH_NOTHING}."
+            f"labels must be one for each of the {documents} documents, [{documents}], or "
+            f"floating-point [{documents}, num_labels], under a head that classifies documents, "
+            f"got {labels.dtype} {tuple(labels.shape)}; give each document its label, and no "
+            f"labels of tokens, and where an IterableDataset is loaded {DISPATCH_NOTHING}."
         )
 
 

@@ -258,6 +258,21 @@ def test_labels_of_documents_by_name_and_count(kind, unpad):
         assert model(ids, labels=torch.rand(4), **given).logits.shape == (4, 1)
 
 
+@pytest.mark.parametrize("outputs", [1, 2, 9])
+@pytest.mark.parametrize("lengths", [(9,), (1,), (2,), (1, 1), (4, 5)])
+def test_labels_of_the_tokens_of_documents(lengths, outputs):
+    """Those of PackedCollator may have the shape of several outputs of one document."""
+    model = fv.patch_model(classifier("llama", num_labels=outputs), "sdpa")
+    batch = fv.PackedCollator()([torch.randint(3, 50, (n,)).tolist() for n in lengths])
+    padded = {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["labels"])}
+    with torch.no_grad():
+        for inputs in (batch, padded) if len(lengths) == 1 else (batch,):
+            with pytest.raises(ValueError, match=f"one for each of the {len(lengths)} documents"):
+                model(**{**inputs, "labels": batch["labels"]})
+            labels = torch.zeros(len(lengths), dtype=torch.long if outputs > 1 else torch.float)
+            assert model(**{**inputs, "labels": labels}).loss.isfinite()
+
+
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_labels_whose_shape_is_that_of_the_tokens(kind):
     for batch, lengths, count in ((2, [4, 2], 4), (1, [6], 6), (2, [2, 1], 2)):
