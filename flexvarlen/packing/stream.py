@@ -36,7 +36,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
 
     Args:
         dataset: the examples: a `datasets.IterableDataset` or any other iterable, of what
-            `PackedDataset` takes. An iterator can be packed once.
+            `PackedDataset` takes. An iterator can be packed once; a second pass raises.
         tokens: number of tokens in a row, at least 1.
         long: what happens to longer examples, as in `PackedDataset`.
         buffer: maximum number of buffered documents; a larger buffer fills the rows better.
@@ -82,6 +82,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
         self.next_token_labels = next_token_labels
         self.num_long = self.num_dropped = 0
         self._taken = self._begin = 0  # rows yielded, and to pass over in the next pass
+        self._is_read = False  # of an iterator
         # Loader workers that persist see the epoch of the main process.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         # The main process sees that workers pack, and so that it knows of no rows.
@@ -91,8 +92,17 @@ class StreamPacker(IterableDataset[list[Columns]]):
         """Yield the packed rows, after those of the loaded state.
 
         Raises:
-            ValueError: see the class; or the stream has fewer rows than were consumed.
+            ValueError: see the class; an iterator was read before; or the stream has fewer rows
+                than were consumed.
         """
+        if isinstance(self.dataset, Iterator):
+            if self._is_read:
+                raise ValueError(
+                    "dataset must be an iterable that each pass reads from its beginning, got "
+                    f"a {type(self.dataset).__name__} that a pass has read; pass a list, a "
+                    "datasets.IterableDataset, or an object whose __iter__ opens the stream."
+                )
+            self._is_read = True
         self._in_workers.fill_(get_worker_info() is not None)
         begin, self._begin = self._begin, 0
         rows = self._rows()
@@ -168,6 +178,11 @@ class StreamPacker(IterableDataset[list[Columns]]):
                 if len(waiting) >= self.buffer:
                     rows, waiting = self._packed(waiting)
                     yield from rows
+        if not read and worker is None:
+            raise ValueError(
+                "dataset must hold an example at least, got none; pass a stream that is not empty, "
+                "and no iterator that was read before."
+            )
         if not any_kept and (worker is None or read == self.buffer):
             raise ValueError(
                 "dataset must hold documents with labels that are not -100, got none in the first "

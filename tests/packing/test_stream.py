@@ -180,8 +180,11 @@ GOOD = {"input_ids": [1, 2, 3]}
         ({"train": [GOOD]}, {}, "dataset must be an iterable .*, got dict; pass one split"),
         ("text", {}, "dataset must be an iterable"),
         (7, {}, "dataset must be an iterable .*, got int; "),
-        ([], {}, "dataset must hold documents .* none in the first 0 examples; "),
+        ([], {}, "dataset must hold an example at least, got none; .* no iterator that was read"),
+        (iter([]), {}, "dataset must hold an example at least, got none; "),
+        ([[GOOD], [GOOD]], {}, r"example 0 of .* must be one document, got a list of 1; flatten "),
         ([GOOD, GOOD | {"text": "a"}], {}, "example 1 of dataset must be .*got 'text'; drop it"),
+        ([GOOD | {"labels": [1, 2, -1]}], {}, "example 0 .*labels must be at least 0, .*got -1; "),
         ([GOOD], {"extra": "weight"}, "extra must be names of columns, got 'weight'; "),
         ([GOOD], {"tokens": 0}, "tokens must be an integer of at least 1, got 0; "),
         ([GOOD], {"buffer": 0}, "buffer must be an integer of at least 1, got 0; "),
@@ -191,6 +194,18 @@ GOOD = {"input_ids": [1, 2, 3]}
 def test_what_is_refused(dataset, options, message):
     with pytest.raises(ValueError, match=message):
         list(fv.StreamPacker(dataset, **{"tokens": 8, **options}))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_second_pass_over_an_iterator_is_a_sentence(workers):
+    """It would have the rows that are left, or none: a worker that persists yields nothing."""
+    stream = fv.StreamPacker(iter(numbered([5] * 4)), 8)
+    loader = DataLoader(
+        stream, batch_size=None, num_workers=workers, persistent_workers=bool(workers)
+    )
+    assert len(list(loader)) == 4
+    with pytest.raises(ValueError, match=r"each pass reads .*, got a list_iterator that .*; pass"):
+        list(loader)
 
 
 def test_a_state_of_other_rows_or_another_stream_is_a_sentence():
