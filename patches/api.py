@@ -19,8 +19,10 @@ from flexvarlen.patches.forward.guards import guard_trainer_and_peft
 from flexvarlen.patches.forward.heads import (
     HEAD,
     HeadReference,
+    mark_bare_head,
     require_keywords,
     require_patched_heads,
+    unmark_bare_head,
     unwrap_loss,
 )
 from flexvarlen.patches.forward.padding import check_unpad
@@ -209,6 +211,7 @@ def _apply(inner: PreTrainedModel, patch: Patch) -> None:
     if vision is not None:
         patch_tower(vision, patch)
     require_patched_heads(inner)
+    mark_bare_head(inner, parts)
     guard_trainer_and_peft()
     patch_rotary(text)
     register_model(inner)
@@ -244,6 +247,7 @@ def unpatch_model(model: Model) -> Model:
     for layer in recurrent_layers(text):
         unpatch_recurrent(layer)
     unwrap_loss(inner)
+    unmark_bare_head(inner)
     unpatch_rotary(text)
     unregister_model(inner, patch)
     if vision is not None and ATTRIBUTE in vision.__dict__:

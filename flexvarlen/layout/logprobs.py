@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +25,9 @@ from flexvarlen.layout.per_document import (
 
 if TYPE_CHECKING:
     from flexvarlen.layout.packed_layout import PackedLayout
+
+BARE_HEAD = "_flexvarlen_bare_head"
+"""The attribute of a head's linear layer after which its model scales or caps the logits."""
 
 
 class DocumentLogprobs(NamedTuple):
@@ -72,7 +75,8 @@ def document_logprobs(
             -100 is ignored.
         layout: the documents.
         head: maps hidden states `[C, H]` to logits `[C, V]`: `flexvarlen.lm_head(model)`.
-            `model.lm_head` lacks the scaling or cap that some families apply after it.
+            `model.lm_head` lacks the scale or cap that some families apply after it; that of a
+            patched model then raises.
         entropy: whether to compute `entropies` too.
         chunk_tokens: C, at least 1.
 
@@ -80,8 +84,8 @@ def document_logprobs(
         `DocumentLogprobs`.
 
     Raises:
-        ValueError: x or labels have the wrong shape, dtype or device, `head` is a whole model, or
-            `chunk_tokens` is not positive.
+        ValueError: x or labels have the wrong shape, dtype or device, `head` is a whole model or
+            lacks what its model does to the logits, or `chunk_tokens` is not positive.
 
     Differentiable once. No sync; traces under `fullgraph=True`.
 
@@ -170,6 +174,12 @@ def _by_chunk(
         raise ValueError(
             "head must map hidden states to logits, got a whole model, "
             f"{type(head).__name__}; pass flexvarlen.lm_head(model)."
+        )
+    if isinstance(head, nn.Module) and any(hasattr(x, BARE_HEAD) for x in head.modules()):
+        raise ValueError(
+            "head must scale or cap the logits as the patched model does (such as Granite, Cohere "
+            f"2 and Gemma 2), got the {type(head).__name__} before that; pass "
+            "flexvarlen.lm_head(model)."
         )
     chunk = as_int(chunk_tokens)
     if chunk is None or chunk < 1:

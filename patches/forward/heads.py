@@ -22,10 +22,12 @@ from transformers.models.auto.modeling_auto import (
 
 from flexvarlen.layout.arguments import holds_integers
 from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS, tree_loss
+from flexvarlen.layout.logprobs import BARE_HEAD
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
 from flexvarlen.patches.forward.wrapper import has_fused_head_of_trl, is_wrapped
 from flexvarlen.patches.models.families import is_verified
+from flexvarlen.patches.models.heads import CAUSAL, changes_logits
 from flexvarlen.patches.models.layers import text_config_of
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
@@ -117,6 +119,23 @@ def _requiring_patch(forward: Any) -> Any:
 
     vars(checked)["_flexvarlen_requires_patch"] = True
     return checked
+
+
+def mark_bare_head(model: PreTrainedModel, parts: ModelParts) -> None:
+    """Mark a head's linear layer if the model scales or caps its logits: `document_logprobs` asks.
+
+    Copies of the layer, and wrappers around it, have the mark too.
+    """
+    unmark_bare_head(model)
+    if parts.head in CAUSAL and changes_logits(parts.config):
+        layer: Any = model.get_output_embeddings()
+        layer.__dict__[BARE_HEAD] = True
+
+
+def unmark_bare_head(model: nn.Module) -> None:
+    """Undo `mark_bare_head`, also of a layer that was wrapped since."""
+    for module in model.modules():
+        module.__dict__.pop(BARE_HEAD, None)
 
 
 def check_document_labels(labels: Any, documents: int) -> None:

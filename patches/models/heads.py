@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
@@ -18,6 +20,9 @@ CHOICES = "ForMultipleChoice"
 
 PER_ROW = ("ForQuestionAnswering", CHOICES)
 """Heads with one output per row, which refuse rows of several documents."""
+
+_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 HEADS = (*CAUSAL, *PER_TOKEN, *PER_DOCUMENT, *PER_ROW)
 
@@ -38,3 +43,14 @@ def kind_of_head(model_class: type[PreTrainedModel], *, causal: bool) -> str | N
     names = [each.__name__ for each in own or classes]
     heads = heads_of(causal=causal)
     return next((head for name in names for head in heads if name.endswith(head)), None)
+
+
+def changes_logits(config: Any) -> bool:
+    """Whether the head of a language model scales or caps the logits of its linear layer.
+
+    Args:
+        config: of the text tower.
+    """
+    scales = (getattr(config, name, None) for name in _SCALES)
+    caps = (getattr(config, name, None) for name in _CAPS)
+    return any(x not in (None, 1) for x in scales) or any(x is not None for x in caps)

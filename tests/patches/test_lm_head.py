@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import peft
 import pytest
@@ -21,7 +22,11 @@ SCALED = {  # where it is not 1 or none by default
     "gemma2": {"final_logit_softcapping": 3.0},
     "gemma4_text": {"final_logit_softcapping": 3.0},
     "granitemoehybrid": {"logits_scaling": 8.0},
+    "granitemoe": {"logits_scaling": 8.0},
+    "falcon_h1": {"lm_head_multiplier": 0.25},
+    "gemma3_text": {"final_logit_softcapping": 3.0},
 }
+BARE = r"head must scale or cap the logits .* got the .*; pass flexvarlen.lm_head\(model\)"
 OTHERS = sorted({*BY_TYPE} - {*SCALED})
 
 
@@ -41,9 +46,15 @@ def check(model, *, scaled=False, hidden_of=None):
             head = fv.lm_head(model)
             found = fv.document_logprobs(hidden, labels, layout, head=head, chunk_tokens=chunk)
             torch.testing.assert_close(found.sums, expected)
-        if scaled:
-            bare = fv.document_logprobs(hidden, labels, layout, head=model.lm_head).sums
-            assert not torch.allclose(bare, expected, rtol=1e-2)
+        layer = getattr(model, "lm_head", None)  # an encoder's has another name
+        bare = partial(fv.document_logprobs, hidden, labels, layout, head=layer)
+        if scaled and fv.is_patched(model):
+            with pytest.raises(ValueError, match=BARE):
+                bare()
+            with pytest.raises(ValueError, match=BARE):
+                fv.token_logprobs(hidden, labels, head=model.get_output_embeddings())
+        elif layer is not None:
+            assert torch.allclose(bare().sums, expected, rtol=1e-2) != scaled
 
 
 @pytest.mark.parametrize("kind", SCALED)
@@ -51,7 +62,11 @@ def test_a_family_that_changes_its_logits(kind):
     model = new_model(kind, **SCALED[kind])
     check(model, scaled=True)
     check(fv.patch_model(model), scaled=True)
+    check(copy.deepcopy(model), scaled=True)
     check(fv.unpatch_model(model), scaled=True)
+    for name in SCALED[kind]:
+        setattr(model.config, name, None if "cap" in name else 1.0)
+    check(fv.patch_model(type(model)(model.config).eval()))
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -84,7 +99,7 @@ def test_inside_peft_and_compiled():
     plain = new_model("granite", logits_scaling=8.0, tie_word_embeddings=False)
     model = peft.get_peft_model(plain, adapter).eval()
     inner = model.get_base_model()
-    check(fv.patch_model(model), hidden_of=inner.model)
+    check(fv.patch_model(model), scaled=True, hidden_of=inner.model)
     head = fv.lm_head(model)
     compiled = torch.compile(head, fullgraph=True, backend="eager")
     states = torch.randn(4, inner.config.hidden_size)
@@ -93,6 +108,27 @@ def test_inside_peft_and_compiled():
         torch.testing.assert_close(compiled(states), head(states))
         with torch.no_grad():
             inner.lm_head.weight.mul_(2)
+
+
+@pytest.mark.parametrize("patch_first", [False, True])
+@pytest.mark.parametrize("how", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_a_wrapped_head_is_not_known(how, patch_first):
+    """PEFT puts a module around the linear layer, or a copy of it beside it."""
+    model = new_model("gemma2", final_logit_softcapping=3.0, tie_word_embeddings=False)
+    config = peft.LoraConfig(**{"target_modules": ["q_proj"], **how})
+    if patch_first:
+        fv.patch_model(model)
+    wrapped = peft.get_peft_model(model, config)
+    if not patch_first:
+        fv.patch_model(wrapped)
+    layout, labels = fv.PackedLayout.from_lengths([3]), torch.zeros(3, dtype=torch.long)
+    call = partial(fv.document_logprobs, torch.zeros(3, 48), labels, layout)
+    for head in (model.lm_head, torch.compile(model.lm_head), copy.deepcopy(model.lm_head)):
+        with pytest.raises(ValueError, match=BARE):
+            call(head=head)
+    call(head=fv.lm_head(wrapped))
+    fv.unpatch_model(wrapped)
+    call(head=model.lm_head)
 
 
 def test_no_head():
