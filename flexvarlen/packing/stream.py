@@ -31,6 +31,10 @@ class StreamPacker(IterableDataset[list[Columns]]):
     full, they are packed best fit decreasing. The row of the oldest document and the fullest other
     rows, half of all rows, are yielded; the other documents stay in the buffer.
 
+    Trainer resumes by skipping batches of the first pass. Resumed after that pass, it begins the
+    second anew and trains other rows than a run that was not interrupted, as with any stream;
+    `state_dict` and `load_state_dict` continue at the same row.
+
     Each worker of a loader packs a share of the stream. A torch or `datasets` IterableDataset
     gives each worker its own; of another iterable, each takes every n-th example.
 

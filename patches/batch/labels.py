@@ -55,7 +55,9 @@ def mask_labels(
         if group is not None:
             masked_T = shard_tokens(masked_T, group)
         is_masked = masked_T.view(labels.shape).to(labels.device)
-        inputs[name] = int64_labels(labels).masked_fill(is_masked, IGNORE_INDEX)
+        if labels.dtype != torch.int64:
+            labels = int64_labels(labels)
+        inputs[name] = labels.masked_fill(is_masked, IGNORE_INDEX)
     counted = packs and inputs.get("num_items_in_batch") is not None
     if given and counted and not torch.compiler.is_compiling():
         name = next(iter(given))

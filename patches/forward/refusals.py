@@ -48,8 +48,7 @@ def refuse_inputs(forward: ForwardInputs) -> None:
     mask, row_tokens = inputs.get("attention_mask"), forward.tokens.shape[1]
     refuse_context_parallel()
     refuse_unread(inputs, mask, type(module))
-    why = why_not_ignore_index(inputs.get("ignore_index"))
-    if why is not None:
+    if "ignore_index" in inputs and (why := why_not_ignore_index(inputs["ignore_index"])):
         raise ValueError(why)
     refuse_images(module.config, inputs)
     refuse_next_token_after_padding(mask, row_tokens, inputs.get("logits_to_keep"))
