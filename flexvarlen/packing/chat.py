@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from flexvarlen.layout.arguments import integers
 from flexvarlen.layout.labels import IGNORE_INDEX
-from flexvarlen.packing.chat_messages import Message, Train, read_messages, trained_turns
+from flexvarlen.packing.chat_messages import (
+    ANSWER_IDS,
+    PROMPT_IDS,
+    Message,
+    Train,
+    for_template,
+    one_chat,
+    trained_turns,
+)
 from flexvarlen.packing.chat_template import ChatTemplate
-
-ANSWER_IDS, PROMPT_IDS = "token_ids", "prompt_token_ids"  # as in vLLM's responses
 
 _Sample = tuple[list[int], list[int]]
 """The tokens of a prompt, and of its answer."""
@@ -27,20 +35,23 @@ def tokenize_chat(
 ) -> list[dict[str, list[int]]]:
     """Tokenize a chat by its template; only the assistant's answers are trained on.
 
-    Each answer stands behind the tokens of its prompt, as the template renders it for generation;
-    it is what the conversation adds to the prompt, without the white space behind it. A turn whose
+    An answer follows the tokens of its prompt, as the template renders the prompt for generation;
+    it is what the rendered conversation adds, without the white space at its end. A turn whose
     prompt continues the turn before extends its document. Where the template writes earlier answers
-    in another way (Qwen3's leaves out their reasoning), or the tokenizer splits them in another
-    way, the turn is a document of its own. `{% generation %}` in a template changes nothing.
+    differently (Qwen3's leaves out their reasoning, Phi-3's the token behind the last), the turn is
+    a document of its own. `{% generation %}` in a template changes nothing.
 
     Args:
-        messages: mappings with `role`, `content`, and perhaps `reasoning_content`, `tool_calls` and
-            `weight`, which is 0 for an answer that is context only. Arguments of tool calls are
-            mappings or JSON strings. Keys whose value is None are removed, as Arrow adds them.
+        messages: mappings with `role`, `content`, and perhaps `reasoning_content` and `tool_calls`,
+            whose arguments are mappings or JSON strings. Keys whose value is None are removed, as
+            Arrow adds them; null in a JSON string is kept. Answers may hold recorded tokens, as in
+            `conversation_samples`.
         tokenizer: of transformers, with a chat template.
-        train: "all" answers, the "last", or a function of a message that is true for those to train
-            on. An assistant message before all questions is context.
-        tools: what the template may offer to the assistant; or its JSON.
+        train: "all" answers, the "last", or a function that is true for the messages to train on.
+            Answers with a `weight` of 0 are context, as is an assistant message before all
+            questions.
+        tools: what the template may offer to the assistant, or its JSON; without the keys whose
+            value is None, unless it is JSON.
         template_options: variables of the template, such as `enable_thinking=False`, or another
             `chat_template`.
 
@@ -49,17 +60,20 @@ def tokenize_chat(
 
     Raises:
         ValueError: no answer is trained on; or the template raises an error, does not continue
-            the prompt of an answer, writes no end of answers, or leaves out content, reasoning, a
-            tool call or an argument of one that is trained on; or the tokenizer cannot split a
-            prompt from its answer.
+            the prompt of an answer, writes no end of it, or leaves out content, reasoning, a tool
+            call or an argument; or the tokenizer cannot split a prompt from its answer.
     """
     documents: list[dict[str, list[int]]] = []
-    for prompt, answer in _turns(messages, tokenizer, train, tools, template_options):
-        if not documents or prompt[: len(documents[-1]["input_ids"])] != documents[-1]["input_ids"]:
-            documents.append({"input_ids": [], "assistant_masks": []})
-        ids, masks = documents[-1].values()
-        masks += [0] * (len(prompt) - len(ids)) + [1] * len(answer)
-        ids[:] = [*prompt, *answer]
+    ids: list[int] = []
+    masks: list[int] = []
+    for prompt, answer in _prompts_and_answers(messages, tokenizer, train, tools, template_options):
+        if ids and prompt[: len(ids)] == ids:
+            documents.pop()
+        else:
+            ids, masks = [], []
+        masks = [*masks, *[0] * (len(prompt) - len(ids)), *[1] * len(answer)]
+        ids = [*prompt, *answer]
+        documents.append({"input_ids": ids, "assistant_masks": masks})
     return documents
 
 
@@ -102,32 +116,33 @@ def conversation_samples(
     """
     return [
         {"input_ids": [*prompt, *answer], "labels": [*[IGNORE_INDEX] * len(prompt), *answer]}
-        for prompt, answer in _turns(messages, tokenizer, train, tools, template_options)
+        for prompt, answer in _prompts_and_answers(
+            messages, tokenizer, train, tools, template_options
+        )
     ]
 
 
-def _turns(
-    messages: Sequence[Message],
+def _prompts_and_answers(
+    messages: Iterable[Message],
     tokenizer: Any,
     train: Train,
     tools: Sequence[Any] | str | None,
     options: dict[str, Any],
 ) -> list[_Sample]:
-    """The prompt and the answer of each turn that is trained on."""
-    messages = read_messages(messages)
+    """The tokens of each answer that is trained on, and of its prompt."""
+    messages = one_chat(messages)
     turns = trained_turns(messages, train)
     answers, prompts = (_ids_of(messages, turns, name) for name in (ANSWER_IDS, PROMPT_IDS))
     if prompts and not answers:
         raise ValueError(f"{PROMPT_IDS} must come with {ANSWER_IDS}; give each answer both.")
     if prompts:
         return list(zip(prompts, answers, strict=True))
-    template = ChatTemplate(tokenizer, tools, **options)
+    template, ids_of = ChatTemplate(tokenizer, tools, **options), _encoder(tokenizer)
+    messages = for_template(messages)
     samples = []
     for turn, given in zip_longest(turns, answers):
-        prompt, answer = template.answer(messages, turn)
-        if turn == turns[0]:
-            template.require_end(messages, turn)
-        samples.append(_tokens(prompt, answer, turn, given, tokenizer))
+        prompt, answer = template.prompt_and_answer(messages, turn)
+        samples.append(_tokens(prompt, answer, turn, given, tokenizer, ids_of))
     return samples
 
 
@@ -149,18 +164,46 @@ def _ids_of(messages: Sequence[Message], turns: list[int], name: str) -> list[li
     return [integers(f"{name} of message {x}", messages[x][name], advice) for x in turns]
 
 
+def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """The tokens of a text, in time that a long chat does not square.
+
+    A fast tokenizer first splits a text at its special tokens, so what begins with one has the same
+    tokens in each later prompt that repeats it.
+    """
+
+    @cache
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    if not getattr(tokenizer, "is_fast", False) or tokenizer.split_special_tokens:
+        return tokens
+    added = [x for x in tokenizer.added_tokens_decoder.values() if not x.normalized]
+    plain = {x.content for x in added if not (x.lstrip or x.rstrip or x.single_word)}
+    longest_first = sorted((re.escape(x.content) for x in added), key=len, reverse=True)
+    special = re.compile("|".join(longest_first) or "(?!)")
+
+    def encode(text: str) -> list[int]:
+        starts = [x.start() for x in special.finditer(text) if x[0] in plain and x.start()]
+        cuts = pairwise([0, *starts, len(text)])
+        return [token for start, stop in cuts for token in tokens(text[start:stop])]
+
+    return encode
+
+
 def _tokens(
-    prompt: str, answer: str, turn: int, given: list[int] | None, tokenizer: Any
+    prompt: str,
+    answer: str,
+    turn: int,
+    given: list[int] | None,
+    tokenizer: Any,
+    ids_of: Callable[[str], list[int]],
 ) -> _Sample:
     """The tokens of a prompt, tokenized by itself as an engine does, and of its answer.
 
     Raises:
-        ValueError: the answer's tokens are given, and the text has others; or the tokenizer splits
-            the answer in no tokens that continue the prompt.
+        ValueError: the answer's tokens are given, and the text has others; or the answer's tokens
+            do not continue the prompt's.
     """
-
-    def ids_of(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))

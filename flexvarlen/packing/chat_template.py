@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import Any
 
-from flexvarlen.packing.chat_messages import Message, calls_of, without_none
+from flexvarlen.packing.chat_messages import (
+    REASONING,
+    Message,
+    calls_of,
+    require_documented,
+    texts_of,
+    without_none,
+)
 
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # a template may read one of these
+_FIRST_MARKER = 7_310_000  # numbers of seven digits, so that no marker is part of another
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, with the tools and the variables that it is given."""
+    """The chat template of a tokenizer, with the tools and the variables that it is given.
+
+    Args:
+        tokenizer: of transformers.
+        tools: for the template; keys whose value is None are removed, except in a JSON string.
+        options: other variables of the template, or another `chat_template`.
+
+    Raises:
+        ValueError: the tokenizer has no template, or tools are no JSON.
+        TypeError: an option is one of apply_chat_template's own.
+    """
 
     def __init__(self, tokenizer: Any, tools: Sequence[Any] | str | None, **options: Any) -> None:
-        """`tools` may be a JSON string, as data sets hold it; options are those of the template.
-
-        Raises:
-            ValueError: the tokenizer has no template.
-            TypeError: an option is what tells prompts and answers apart.
-        """
-        for name in ("add_generation_prompt", "continue_final_message", "tokenize"):
-            if name in options:
-                raise TypeError(f"{name} is set for each prompt and answer; remove it.")
-        tools = without_none(json.loads(tools) if isinstance(tools, str) else tools)
+        if not hasattr(tokenizer, "apply_chat_template"):
+            raise ValueError(
+                f"tokenizer must be one of transformers, got {type(tokenizer).__name__}; load it "
+                "by AutoTokenizer."
+            )
+        own = {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"chat_template"}
+        if taken := own & options.keys():
+            raise TypeError(f"{min(taken)} is no variable of a template; remove it.")
+        try:
+            tools = json.loads(tools) if isinstance(tools, str) else without_none(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"tools must be a list or its JSON, got {tools!r:.60}.") from error
         tokenizer.get_chat_template(options.get("chat_template"), tools)
         self._tokenizer = tokenizer
         self._options = dict(tools=tools, tokenize=False, **options)
@@ -33,7 +55,7 @@ class ChatTemplate:
         """The text of messages; as a prompt, up to where the model begins to write.
 
         Raises:
-            ValueError: the template raises an error, or writes a list as Python does.
+            ValueError: the template raises an error, or leaves out what is no answer.
         """
         from jinja2 import TemplateError
 
@@ -46,115 +68,122 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise ValueError(
                 f"the chat template cannot write the chat up to message {len(messages) - 1}: "
-                f"{error}; correct the chat, or use another template."
+                f"{error}; correct the chat or its tools, or use another template."
             ) from error
+        squeezed = _squeezed(text)
         for turn, message in enumerate(messages):
             content = message.get("content")
-            if content and isinstance(content, list) and repr(content) in text:
+            is_list = bool(content) and isinstance(content, list)
+            asks = message["role"] == "user"  # templates drop parts of earlier answers on purpose
+            lost = asks and not all(_squeezed(x) in squeezed for x in texts_of(message))
+            if lost or (is_list and repr(content) in text):
+                wanted = "a string" if is_list else "a list of parts"
                 raise ValueError(
-                    f"the content of message {turn} must be a string with this chat template, got "
-                    "a list, which it writes as Python does; join its texts."
+                    f"the content of message {turn} must be {wanted} with this chat template, "
+                    "which does not write its text otherwise; change it."
                 )
         return text
 
-    def answer(self, messages: Sequence[Message], turn: int) -> tuple[str, str]:
-        """The prompt of a turn, as at generation, and what the message adds to it.
+    def prompt_and_answer(self, messages: Sequence[Message], turn: int) -> tuple[str, str]:
+        """The prompt of a turn, as at generation, and what its message adds to the text.
 
         White space behind the answer is left out: engines stop before it.
 
         Raises:
-            ValueError: the message does not continue its prompt, or lacks a part.
+            ValueError: the message does not continue its prompt, lacks a part, or has no end.
         """
+        require_documented(messages[turn], turn)
         prompt, text = self.render(messages[:turn], prompt=True), self.render(messages[: turn + 1])
         if not text.startswith(prompt):
+            common = len(commonprefix([prompt, text]))  # noqa: RUF071
             raise ValueError(
-                f"the chat template must continue the prompt of message {turn}, and writes "
-                "another; pass template variables or another template with which it does."
+                f"the chat template must continue the prompt of message {turn}, which ends with "
+                f"{prompt[common:]!r:.40}, and writes {text[common:]!r:.40} there once it is "
+                "answered; try a variable of the template such as enable_thinking=False, give the "
+                "answer its reasoning, or use another template."
             )
         answer = text[len(prompt) :].rstrip()
-        probe, parts = probed(messages[turn])
-        written = self.render([*messages[:turn], probe])
-        missing = [name for name, mark in parts if mark not in written]
-        missing += [name for name, own in _texts(messages[turn]) if not _holds(prompt, answer, own)]
-        if missing:
+        left_out = self._left_out(messages, turn, prompt, answer)
+        if left_out:
             raise ValueError(
-                f"the chat template must write {missing[0]} of message {turn}, and leaves it out; "
+                f"the chat template must write {left_out[0]} of message {turn}, and leaves it out; "
                 "use a template that writes it (names differ), or remove the chat."
             )
-        return prompt, answer
-
-    def require_end(self, messages: Sequence[Message], turn: int) -> None:
-        """Raise ValueError unless the template writes something behind an answer."""
-        is_list = isinstance(messages[turn].get("content"), list)  # as templates for images take it
+        is_list = isinstance(messages[turn].get("content"), list)
         yes = [{"type": "text", "text": "yes"}] if is_list else "yes"
-        reply = {"role": "assistant", "content": yes}
-        if self.render([*messages[:turn], reply]).rstrip().endswith("yes"):
+        reply = self.render([*messages[:turn], {"role": "assistant", "content": yes}])
+        if not answer or reply.rstrip().endswith("yes"):
             raise ValueError(
                 f"the chat template must end message {turn}, or the model learns to answer without "
                 "an end; use a template that writes the token that ends an answer."
             )
+        return prompt, answer
+
+    def _left_out(
+        self, messages: Sequence[Message], turn: int, prompt: str, answer: str
+    ) -> list[str]:
+        """The names of the parts of an answer that the template does not write.
+
+        Unique markers in place of all values tell parts apart that repeat each other; the texts
+        themselves are looked for too, as a template may cut them by what they hold.
+        """
+        message = messages[turn]
+        marked, markers = _with_markers(message)
+        written = self.render([*messages[:turn], marked])
+        left_out = [name for name, marker in markers if marker not in written]
+        reasoning = next((name for name in REASONING if message.get(name)), REASONING[0])
+        texts = [("content", text) for text in texts_of(message)]
+        texts += [(name, message.get(name, "")) for name in (reasoning, "refusal")]
+        left_out += [name for name, text in texts if not _ends_in(prompt, answer, text)]
+        names = [function.get("name", "") for _, function in calls_of(message)]
+        left_out += [
+            f"tool call {name}" for name in names if answer.count(name) < names.count(name)
+        ]
+        return left_out
 
 
-def _texts(message: Message) -> list[tuple[str, list[str]]]:
-    """The texts of a message, each with its name and all that it may be written as."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [content]
-    texts = [("content", [x.get("text") if isinstance(x, dict) else x]) for x in parts]
-    texts += [("refusal", [message.get("refusal")])]
-    names = [name for name in _REASONING if message.get(name)]
-    texts += [(names[0], [message[name] for name in names])] if names else []
-    found = [(name, [x for x in own if isinstance(x, str) and x]) for name, own in texts]
-    return [(name, own) for name, own in found if own]
+def _squeezed(text: str) -> str:
+    """Without white space: templates trim and indent."""
+    return "".join(text.split())
 
 
-def _holds(prompt: str, answer: str, texts: Sequence[str]) -> bool:
-    """Whether one of the texts ends in the answer; its beginning the prompt may hold.
+def _ends_in(prompt: str, answer: str, text: str) -> bool:
+    """Whether a text ends in the answer; it may begin in the prompt, as `<think>` does."""
+    before, after, own = _squeezed(prompt), _squeezed(answer), _squeezed(text)
+    return own in before[max(0, len(before) - len(own) + 1) :] + after
 
-    White space does not count: templates trim and indent.
+
+def _with_markers(message: Message) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """A copy of a message with a marker in place of each value, and the markers' names.
+
+    Of arguments the keys are replaced too: they stand for false and empty values, which are kept.
     """
-    before, after = ("".join(x.split()) for x in (prompt, answer))
-    owns = ["".join(x.split()) for x in texts]
-    return any(own in before[max(0, len(before) - len(own) + 1) :] + after for own in owns)
+    markers: list[tuple[str, str]] = []
 
-
-def probed(message: Message) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """A message of the same shape whose parts can be found in any text, and the parts' names.
-
-    Each text, function name, key and value is replaced by one that occurs nowhere else; false and
-    empty values are kept, as their keys stand for them.
-    """
-    parts: list[tuple[str, str]] = []
-
-    def mark(name: str, value: Any = "") -> Any:
+    def mark(name: str, value: Any) -> Any:
         if not value or isinstance(value, bool):
             return value
-        number = 7_310_000 + len(parts)
-        new = number if isinstance(value, (int, float)) else f"Q{number}Q"
-        parts.append((name, str(new)))
-        return new
+        number = _FIRST_MARKER + len(markers)
+        marker = number if isinstance(value, (int, float)) else f"Q{number}Q"
+        markers.append((name, str(marker)))
+        return marker
 
-    def replace(value: Any, name: str) -> Any:
+    def mark_all(value: Any, name: str) -> Any:
         if isinstance(value, dict):
-            return {mark(f"{name}.{k}", k): replace(x, f"{name}.{k}") for k, x in value.items()}
+            return {mark(f"{name}.{k}", k): mark_all(x, f"{name}.{k}") for k, x in value.items()}
         if isinstance(value, list):
-            return [replace(x, f"{name}[{i}]") for i, x in enumerate(value)]
+            return [mark_all(x, f"{name}[{i}]") for i, x in enumerate(value)]
         return mark(name, value)
 
-    probe = dict(message)
-    content = message.get("content")
-    if isinstance(content, list):
-        probe["content"] = [
-            x | {"text": mark("content", x["text"])} if isinstance(x, dict) and "text" in x else x
-            for x in content
-        ]
-    for name in ("content", "refusal"):
-        if isinstance(message.get(name), str):
-            probe[name] = mark(name, message[name])
-    reasoning = {name: x for name in _REASONING if (x := message.get(name))}
-    if reasoning:
-        probe |= dict.fromkeys(reasoning, mark(next(iter(reasoning)), "reasoning"))
-    probe |= without_none({name: message.get(name) for name in ("tool_calls", "function_call")})
-    for path, function in calls_of(probe):
-        for name in ("name", "arguments"):
-            function[name] = replace(function.get(name, ""), f"{path}.{name}")
-    return probe, parts
+    marked = copy.deepcopy(dict(message))
+    if isinstance(marked.get("content"), list):
+        for part in marked["content"]:
+            part["text"] = mark("content", part["text"])
+    elif "content" in marked:
+        marked["content"] = mark("content", marked["content"])
+    reasoning = [name for name in REASONING if marked.get(name)]
+    if reasoning:  # one text; a template may read any of its names
+        marked |= dict.fromkeys(reasoning, mark(reasoning[0], "reasoning"))
+    for path, function in calls_of(marked):
+        function["arguments"] = mark_all(function["arguments"], f"{path}.arguments")
+    return marked, markers

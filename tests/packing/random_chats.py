@@ -161,7 +161,7 @@ def _spelled(rng: random.Random, message: dict[str, Any]) -> dict[str, Any]:
     quote, fill = rng.random() < 0.3, rng.random() < 0.3
     for call in found.get("tool_calls") or ():
         own = call["function"]
-        own["arguments"] |= {"zone": None} if fill else {}
+        own["arguments"] |= {"zone": None} if fill and not quote else {}
         own["arguments"] = json.dumps(own["arguments"]) if quote else own["arguments"]
     return found
 
@@ -216,6 +216,9 @@ def expected(chat: Chat, tokenizer: Any, template: str) -> list[tuple[list[int],
         texts = [content] if isinstance(content, str) else [x["text"] for x in content]
         if any(isinstance(x["content"], list) and repr(x["content"]) in whole for x in seen):
             return "a list as Python writes it"
+        asked = [x["content"] for x in seen if x["role"] == "user"]
+        if any("".join(x.split()) not in "".join(whole.split()) for x in asked):
+            return "a question is not written"
         texts += [message.get("reasoning_content") or "", message.get("thinking") or ""]
         if any(_squeezed(x) not in own for x in texts):
             return "a text is not written"

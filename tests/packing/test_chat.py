@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from flexvarlen.packing import tokenize_chat
 from flexvarlen.verify.corpus import train_tokenizer
-from tests.packing.chat_templates import KINDS, templates, tokenizer_of
+from tests.packing.chat_templates import CHATML, KINDS, templates, tokenizer_of
 from tests.packing.random_chats import assert_as_expected, random_chat
 
 FIRST, SECOND = "first reply\nof two lines", "second reply"
@@ -86,6 +88,37 @@ def test_a_greeting_before_the_first_question_is_context(template, before):
     ((answers, text),) = learned(template, [*before, greeting, *CHAT])
     assert answers == f"{FIRST}<e>{SECOND}<e>"
     assert "[assistant] hello<e>" in text
+
+
+def test_an_answer_to_a_system_message_alone():
+    ((answers, _),) = learned(PLAIN, [{"role": "system", "content": "write"}, CHAT[1]])
+    assert answers == f"{FIRST}<e>"
+
+
+def test_each_answer_needs_an_end():
+    for template in (
+        PLAIN.replace("<e>", "{% if loop.index0 < 2 %}<e>{% endif %}"),
+        PLAIN.replace("<e>", "{% if m.content %}<e>{% endif %}"),
+    ):
+        with pytest.raises(ValueError, match="the chat template must end message 3"):
+            learned(template, [*CHAT[:3], {"role": "assistant", "content": ""}])
+
+
+def test_a_long_chat_is_tokenized_once():
+    """Each later prompt repeats it; its special tokens say where."""
+    tokenizer, seen = tokenizer_of("bytes"), []
+    words = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
+    words.chat_template = CHATML
+    call = words.__class__.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(words),
+            "__call__",
+            lambda self, text, **k: seen.append(text) or call(self, text, **k),
+        )
+        (found,) = tokenize_chat(CHAT * 20, words)
+    assert words.decode(found["input_ids"]).count(SECOND) == 20
+    assert sum(map(len, seen)) < 2 * len(words.decode(found["input_ids"]))
 
 
 def test_a_tokenizer_without_offsets():
@@ -165,8 +198,12 @@ CALL = {
 @pytest.mark.parametrize(
     ("written", "missing"),
     [
-        ("", r"tool_calls\[0\].function.name"),
-        ("{{ (m.tool_calls or [])[:1] }}", r"tool_calls\[1\].function.name"),
+        ("", r"tool_calls\[0\].function.arguments.at"),
+        ("{{ (m.tool_calls or [])[:1] }}", r"tool_calls\[1\].function.arguments.at"),
+        (
+            "{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}",
+            "tool call look",
+        ),
         ("{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}", r".*arguments.at"),
         (
             "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% for k, v in "
@@ -185,16 +222,37 @@ def test_tool_calls_that_the_template_leaves_out_are_refused(template, written, 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 @pytest.mark.parametrize(
-    ("other", "missing"),
+    ("other", "words"),
     [
-        ({"reasoning_content": "a thought"}, "reasoning_content"),
-        ({"refusal": "a refusal"}, "refusal"),
-        ({"function_call": CALL["function"]}, "function_call.name"),
+        ({"reasoning_content": "a thought"}, "must write reasoning_content of message 1"),
+        ({"refusal": "a refusal"}, "must write refusal of message 1"),
+        ({"function_call": CALL["function"]}, "function_call must be tool_calls, .* in message 1"),
+        ({"tool_calls": [7]}, r"tool_calls must be a list of mappings .* got \[7\], in message 1"),
+        ({"tool_calls": "[]"}, "tool_calls must be a list of mappings .* in message 1"),
+        ({"reasoning": "a", "thinking": "b"}, "reasoning must be one text, .* in message 1"),
+        ({"content": [{"type": "image"}]}, "content must be a text, or parts of the type text"),
+        (
+            {"content": [{"type": "text", "text": FIRST}]},
+            "must be a string with this chat template",
+        ),
     ],
 )
-def test_parts_of_an_answer_that_the_template_leaves_out_are_refused(template, other, missing):
-    with pytest.raises(ValueError, match=f"must write {missing} of message 1"):
+def test_answers_with_parts_that_no_template_trains_are_refused(template, other, words):
+    with pytest.raises(ValueError, match=words):
         learned(template, [CHAT[0], CHAT[1] | other])
+    if "content" not in other:
+        ((found, _),) = learned(template, [CHAT[0], CHAT[1] | other, *CHAT[2:]], train="last")
+        assert found == f"{SECOND}<e>"
+
+
+@pytest.mark.parametrize("content", ["a question", [{"type": "text", "text": "a question"}]])
+def test_a_question_that_the_template_does_not_write(content):
+    """Qwen3's leaves out a list, SmolVLM's a string."""
+    wrong = "not string" if isinstance(content, str) else "string"
+    template = PLAIN.replace("{{ m.content }}", f"{{{{ m.content if m.content is {wrong} }}}}")
+    wanted = "a list of parts" if isinstance(content, str) else "a string"
+    with pytest.raises(ValueError, match=f"content of message 0 must be {wanted} with this chat"):
+        learned(template, [{"role": "user", "content": content}, CHAT[1]])
 
 
 def test_a_part_that_another_part_repeats_must_be_written_too():
@@ -206,19 +264,30 @@ def test_a_part_that_another_part_repeats_must_be_written_too():
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_arguments_as_data_sets_hold_them(template):
     """Arrow fills a struct with None; OpenAI's interface returns JSON strings."""
-    template = template.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson }}")
+    template = template.replace(
+        "{{ m.content }}", "{{ m.content }}{{ m.tool_calls or '' | tojson }}"
+    )
+    template = template.replace("m.tool_calls or ''", "(m.tool_calls or '')")
     chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    expected = learned(template.replace("m.tool_calls", "(m.tool_calls or '')"), chat)
+    expected = learned(template, chat)
     assert '"arguments": {"at": "noon", "n": 7, "x": 0}' in expected[0][0]
-    none = CALL["function"]["arguments"] | {"zone": None}
-    for arguments in (none, json.dumps(none)):
+    whole = CALL["function"]["arguments"]
+    for arguments in (whole | {"zone": None}, json.dumps(whole)):
         call = CALL | {"function": {"name": "look", "arguments": arguments}, "id": None}
         other = [CHAT[0] | {"tool_calls": None}, chat[1] | {"tool_calls": [call]}]
-        assert learned(template.replace("m.tool_calls", "(m.tool_calls or '')"), other) == expected
+        assert learned(template, other) == expected
+    null = CALL | {"function": {"name": "look", "arguments": '{"at": null}'}}
+    ((answers, _),) = learned(template, [CHAT[0], chat[1] | {"tool_calls": [null]}])
+    assert '{"at": null}' in answers  # the model wrote it
+    given = np.array([copy.deepcopy(null)], dtype=object)  # as pandas holds a list
+    assert learned(template, [CHAT[0], chat[1] | {"tool_calls": given}]) == [(answers, _)]
+    assert given[0] == null
     for wrong in ("noon", "[1]", [1]):
         call = CALL | {"function": {"name": "look", "arguments": wrong}}
-        with pytest.raises(ValueError, match=r"arguments of message 1 must be a mapping or a JSON"):
-            learned(template, [CHAT[0], chat[1] | {"tool_calls": [call]}])
+        broken = [CHAT[0], chat[1] | {"tool_calls": [call]}, *CHAT]
+        with pytest.raises(ValueError, match=r"arguments must be a mapping .* in message 1"):
+            learned(template, broken)
+        learned(template, broken, train="last")
 
 
 def test_an_error_of_the_template_names_the_message():

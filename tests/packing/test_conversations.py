@@ -251,6 +251,14 @@ def test_tokens_of_the_answers_that_the_template_reproduces(name):
         assert samples_of(recorded(ROLLOUTS[0], samples, prompts=prompts)) == samples
 
 
+def test_recorded_tokens_of_a_call_that_is_no_json():
+    """As a policy writes it that is to unlearn it."""
+    message = answer("", calls=1) | {"prompt_token_ids": [5], "token_ids": [7]}
+    message["tool_calls"][0]["function"]["arguments"] = '{"at": no'
+    (sample,) = fv.conversation_samples([*START, message], None)
+    assert sample == {"input_ids": [5, 7], "labels": [-100, 7]}
+
+
 def test_tokens_of_an_answer_that_the_template_does_not_reproduce():
     """The first difference is named: the same text in other tokens, an end, another text."""
     tokenizer = tokenizer_with(STRIPS)
@@ -323,11 +331,11 @@ def test_templates_that_leave_out_a_part_of_an_answer():
     messages = [*START, answer("reply"), user("thought"), answer("reply", "a thought")]
     with pytest.raises(ValueError, match="must write reasoning_content of message 4"):
         fv.conversation_samples(messages, reasoning)
-    with pytest.raises(ValueError, match="must write content of message 2"):
+    with pytest.raises(ValueError, match="content of message 1 must be a list of parts"):
         fv.conversation_samples(messages, content)
     # White space may differ, another name may hold the same, and the prompt may open the reasoning.
     opens = tokenizer_with(STRIPS.replace("{{ opening or '' }}", "<think>"))
-    also = {"thinking": "not read", "reasoning": ""}
+    also = {"thinking": "a thought", "reasoning": ""}
     messages[-1] = answer(" reply\n", "a thought") | also
     assert len(fv.conversation_samples(messages[-2:], opens)) == 1
     assert len(fv.conversation_samples([user("x"), answer("<think>x</think>y")], opens)) == 1
@@ -338,7 +346,7 @@ def test_content_that_the_template_would_write_as_python_does():
     parts = [{"type": "text", "text": "a question"}]
     asked, replied = [user(parts), answer("reply")], [user("x"), answer(parts)]
     for turn, messages in enumerate((asked, replied)):
-        with pytest.raises(ValueError, match=rf"message {turn} must be a string .* got a list"):
+        with pytest.raises(ValueError, match=rf"message {turn} must be a string with this"):
             fv.conversation_samples(messages, tokenizer_with(template_of_trl("llama3_1")))
     for name in ("qwen2_5_vl", "llava_next"):
         tokenizer = tokenizer_with(template_of_trl(name))
