@@ -42,6 +42,7 @@ class ModelParts:
         kinds, vision_kinds: the distinct kinds of attention layers in the two towers, in order.
         recurrent_classes: of the recurrent layers, in order.
         uses_hub_kernels: whether the model was loaded with `use_kernels=True`.
+        pipeline_stages: ranks over which transformers split the layers; 1 for a whole model.
         rotary_type: the `rope_type` of the text tower's rotary module, if it has one.
         first_position: the position of a document's first token.
         max_positions: tokens of the longest document that learned positions reach; None: no table.
@@ -65,6 +66,7 @@ class ModelParts:
     vision_kinds: tuple[LayerKind, ...]
     recurrent_classes: tuple[type[nn.Module], ...]
     uses_hub_kernels: bool
+    pipeline_stages: int
     rotary_type: str | None
     first_position: int
     max_positions: int | None
@@ -97,6 +99,7 @@ class ModelParts:
             vision_kinds=() if vision is None else _vision_kinds(vision),
             recurrent_classes=tuple(map(type, recurrent_layers(text))),
             uses_hub_kernels=bool(getattr(model, "_use_kernels", False)),
+            pipeline_stages=getattr(getattr(model, "_pp_stage", None), "pp_size", 1),
             rotary_type=getattr(text._modules.get("rotary_emb"), "rope_type", None),
             first_position=first_position(base),
             max_positions=table_of_positions(base),

@@ -29,6 +29,11 @@ ATTRIBUTE = "_flexvarlen_patch"
 LAYER_MARK = "_flexvarlen_patched"
 """The attribute that marks the attention layers of a patched model."""
 
+
+class LostDocuments(ValueError):
+    """Raised where a layer, or a base model below its head, is called without the documents."""
+
+
 LOST_DOCUMENTS = (
     "the layers of a patched model must get its documents from the model's own forward, got a call "
     "without them: call the model, pass **kwargs on in each forward between it and its layers, and "
@@ -57,7 +62,7 @@ R = TypeVar("R")
 class Settings:
     """The arguments of `patch_model`, checked.
 
-    Those that were left out have their defaults, from the environment where one may be set there.
+    Omitted arguments have been replaced by their defaults, which some environment variables set.
     """
 
     backend: BackendChoice

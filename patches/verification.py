@@ -19,13 +19,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from flexvarlen._version import __version__
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.isolation.model_run import IsolationRun, device_of_inputs, training_mode
+from flexvarlen.patches.isolation.report import IsolationError
 from flexvarlen.patches.isolation.tokens import special_tokens
 from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.patches.models.families import is_verified
 from flexvarlen.patches.models.heads import PER_DOCUMENT, PER_ROW
 from flexvarlen.patches.models.layers import attention_layers, text_config_of
 from flexvarlen.patches.parts import ModelParts
-from flexvarlen.patches.state import Patch
+from flexvarlen.patches.state import LostDocuments, Patch
 
 _LENGTHS = (5, 1, 300, 7)  # tokens of the documents, if the model has as many positions
 _SEED = 0
@@ -83,7 +84,8 @@ class Verification:
         """Run each document alone, for a model type that is not among the verified families.
 
         Raises:
-            NotImplementedError: the patch is for rows that are sharded over ranks.
+            NotImplementedError: the patch is for rows that are sharded over ranks, or the model
+                does not run.
         """
         if self.is_sharded:
             raise NotImplementedError(
@@ -95,19 +97,21 @@ class Verification:
             return
         with training_mode(self.inner), _attention(self.inner, "eager"), _experts(self.inner):
             self.inner.eval()
-            self.alone = [self._outputs({"input_ids": ids}) for ids in self._documents()]
+            with _must_run(self.inner, "on input_ids alone", (*_RAW_ERRORS, ValueError)):
+                self.alone = [self._outputs({"input_ids": ids}) for ids in self._documents()]
 
     def after_patch(self) -> None:
         """Check the patched model.
 
         Raises:
             IsolationError: a document reaches another.
-            NotImplementedError: attention layers that do not call ours, other outputs than those of
-                the documents alone, or no gradients.
+            NotImplementedError: attention layers that do not call ours, or without the documents;
+                other outputs than those of the documents alone; no gradients.
         """
         layout = PackedLayout.from_lengths(self.lengths)
         batch = {"input_ids": self.ids, "packed_layout": layout}
-        with training_mode(self.inner), _experts(self.inner):
+        runs = _must_run(self.inner, "on packed documents", _RAW_ERRORS)
+        with runs, training_mode(self.inner), _experts(self.inner):
             self.inner.eval()
             with _recorded_calls(self.inner) as called:
                 packed = self._outputs(batch)
@@ -203,6 +207,37 @@ def _random_tokens(inner: PreTrainedModel, count: int) -> Tensor:
     words = words[~torch.isin(words, special)]
     rng = torch.Generator().manual_seed(_SEED)
     return words[torch.randint(len(words), (1, count), generator=rng)]
+
+
+_RAW_ERRORS = (AttributeError, LookupError, RuntimeError, TypeError)
+"""What a model's own code raises where it does not run; ours are ValueError and the refusals."""
+
+
+@contextmanager
+def _must_run(
+    inner: PreTrainedModel, how: str, errors: tuple[type[Exception], ...]
+) -> Iterator[None]:
+    """Raise what the model's own code raises as a refusal.
+
+    Args:
+        how: what the model is run on, in words.
+        errors: what its own code raises.
+    """
+    name = type(inner).__name__
+    try:
+        yield
+    except LostDocuments as error:
+        raise NotImplementedError(
+            "a model must pass **kwargs, which carry the documents, through its base model to each "
+            f"attention layer, got {name}, which does not; {_DOCUMENT_ALONE}"
+        ) from error
+    except (IsolationError, NotImplementedError, torch.OutOfMemoryError):
+        raise
+    except errors as error:
+        raise NotImplementedError(
+            f"verify=True runs the model {how}, which must work, got {type(error).__name__} in "
+            f"{name}, {str(error)!r:.200}; make that work first, or {_DOCUMENT_ALONE}"
+        ) from error
 
 
 @contextmanager

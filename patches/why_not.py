@@ -123,6 +123,17 @@ WHY_NOT_CLASS = (encoder_and_decoder, model_type, code_of_another)
 # ---- the kind of model ----
 
 
+def pipeline_parallel(parts: ModelParts, settings: Settings) -> str | None:
+    """Layers that are split over ranks, between which only hidden states travel."""
+    if parts.pipeline_stages == 1:
+        return None
+    return (
+        "pp_size must be 1 in the DistributedConfig of a patched model, got "
+        f"{parts.pipeline_stages}: pipeline parallelism passes hidden states between ranks, but no "
+        "documents; load the model with tp_size, ep_size or fsdp_size instead."
+    )
+
+
 def not_verifiable(parts: ModelParts, settings: Settings) -> str | None:
     """A kind of model that `verify=True` cannot check, though its type is not verified."""
     cls, config = parts.model_class, parts.model_config
@@ -158,7 +169,7 @@ def unknown_head(parts: ModelParts, settings: Settings) -> str | None:
     return (
         f"model must be a base model, or have a head {', '.join(heads_of(causal=parts.causal))} or "
         f"a subclass of one, got {parts.model_class.__name__}, whose labels are not known; patch "
-        "its base model."
+        "its base model, and call that alone."
     )
 
 
@@ -171,13 +182,14 @@ def unpad(parts: ModelParts, settings: Settings) -> str | None:
         return None
     if parts.vision_name:
         return (
-            "unpad=True must not be used with a vision-language model, whose images have "
-            "positions in the padded batch; pack its batches, or leave unpad out."
+            "a vision-language model must get packed batches, got a "
+            f"{parts.model_class.__name__} for padded ones (as unpad=True and patch_trainer take), in "
+            "which images have positions; use fv.PackedCollator and fv.patch_model(model)."
         )
     if settings.sequence_parallel_group is not None:
         return (
             "unpad=True must not be used with a sequence_parallel_group, whose ranks hold shards "
-            "of packed rows; pass packed rows, or leave the group out."
+            "of packed rows; pass packed rows, or remove sequence_parallel_group."
         )
     return None
 
@@ -187,7 +199,7 @@ def share_prefixes(parts: ModelParts, settings: Settings) -> str | None:
     if not settings.share_prefixes:
         return None
     why = why_no_trees(parts, batch_invariant=settings.batch_invariant)
-    return why and f"share_prefixes=True is not supported with {why}; leave it out."
+    return why and f"share_prefixes=True is not supported with {why}; remove it."
 
 
 def why_no_trees(parts: ModelParts, *, batch_invariant: bool = False) -> str | None:
@@ -213,7 +225,7 @@ def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
     return reason and (
         "a model with sequence_parallel_group must be over text, with rotary tables that do not "
         f"depend on other tokens, got {parts.model_config.model_type!r}, which {reason}; "
-        "leave sequence_parallel_group out, and give each rank rows of its own."
+        "remove sequence_parallel_group, and give each rank rows of its own."
     )
 
 
@@ -291,6 +303,7 @@ def dynamic_rope(parts: ModelParts, settings: Settings) -> str | None:
 
 
 WHY_NOT = (
+    pipeline_parallel,
     not_verifiable,
     encoder_as_decoder,
     unknown_head,

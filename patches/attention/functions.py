@@ -36,6 +36,7 @@ from flexvarlen.patches.state import (
     LAYER_MARK,
     LOST_DOCUMENTS,
     VISION_IMPLEMENTATION,
+    LostDocuments,
 )
 
 Attention = Callable[..., tuple[Tensor, None]]
@@ -128,7 +129,7 @@ def _vision_attention(
     """Attention of a vision tower's layer, by frame or window: query `[1, H, patches, D]`."""
     vision: object = kwargs.pop(CONTEXT, None)
     if not isinstance(vision, PackedVision):
-        raise ValueError(LOST_DOCUMENTS)
+        raise LostDocuments(LOST_DOCUMENTS)
     kwargs[CONTEXT] = vision.packed(cu_seq_lens_q)
     return _attention(module, query, key, value, None, **kwargs)
 
@@ -154,7 +155,7 @@ def _under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 def _refuse_lost_documents(layer: nn.Module) -> None:
     """Raise for a layer of a patched model that is called without its documents."""
     if LAYER_MARK in layer.__dict__:
-        raise ValueError(LOST_DOCUMENTS)
+        raise LostDocuments(LOST_DOCUMENTS)
 
 
 def _check_tokens(context: PackedForward, batch: int, row_tokens: int, keys: int) -> None:
@@ -167,19 +168,16 @@ def _check_tokens(context: PackedForward, batch: int, row_tokens: int, keys: int
         )
 
 
-_DROPOUTS = ("attention_probs_dropout_prob", "attention_dropout")  # BERT's name, all others'
-
-
 def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     """Raise for unsupported options."""
     if dropout:
-        config = getattr(module, "config", None)
-        option = next((name for name in _DROPOUTS if hasattr(config, name)), _DROPOUTS[-1])
-        own = "dropout.p" if "dropout" in module._modules else "attention_dropout"
+        # Its name differs by family: attention_dropout, attn_pdrop, attention_probs_dropout_prob.
+        config = vars(getattr(module, "config", module))
+        found = (k for k, x in config.items() if "att" in k and "drop" in k and x == dropout)
+        option = next(found, "attention_dropout")
         raise NotImplementedError(
             f"attention dropout must be 0, got {dropout}: no kernel here supports dropout; set "
-            f"config.{option}=0.0 before the model is built (from_pretrained takes {option}=0.0), "
-            f"or {own} = 0.0 on its attention modules."
+            f"config.{option}=0.0 before the model is built (from_pretrained takes {option}=0.0)."
         )
     if kwargs.get("position_bias") is not None:
         raise NotImplementedError(

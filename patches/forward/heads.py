@@ -113,7 +113,7 @@ def _requiring_patch(forward: Any) -> Any:
             raise ValueError(
                 f"a head around a patched base model must be patched too, got {type(self).__name__}"
                 ", which is not: it would neither mask labels nor pool by document; call "
-                "patch_model on the whole model."
+                "patch_model on the whole model, or the base model alone."
             )
         return forward(self, *args, **kwargs)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.patches.attention.packed_forward import PackedForward, Unpacked
-from flexvarlen.patches.state import CONTEXT, LOST_DOCUMENTS
+from flexvarlen.patches.state import CONTEXT, LOST_DOCUMENTS, LostDocuments
 from flexvarlen.patches.why_not import CONVOLUTION, functions_of
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels import let_fla_run
@@ -107,7 +107,7 @@ def _documents_hook(
     if isinstance(context, Unpacked):
         return args, kwargs
     if not isinstance(context, PackedForward):
-        raise ValueError(LOST_DOCUMENTS)
+        raise LostDocuments(LOST_DOCUMENTS)
     hidden_states = args[0] if args else kwargs["hidden_states"]
     documents = context.recurrent
     if context.fills_cache:  # by rows of one document each, as transformers does

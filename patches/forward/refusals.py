@@ -18,10 +18,10 @@ from flexvarlen.patches.forward.heads import HEAD, HeadReference
 from flexvarlen.patches.forward.inputs import ForwardInputs
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.models.heads import CAUSAL
-from flexvarlen.patches.state import CONTEXT
+from flexvarlen.patches.state import CONTEXT, LostDocuments
 from flexvarlen.patches.why_not import why_no_trees
 
-KEPT_BY_HEAD = (
+HEAD_DROPPED_DOCUMENTS = (
     "a patched head's forward must pass its **kwargs on to its base model, as they carry the "
     "documents to the layers, got one that did not: its outputs may mix documents; call the base "
     "model with **kwargs, and patch_model again if another forward was set on it since."
@@ -152,7 +152,7 @@ def refuse_head_without_documents(forward: ForwardInputs) -> None:
     of_head = arguments_of_running_call(reference.module).get(CONTEXT)
     packs = isinstance(of_head, PackedForward) and of_head.packs and not forward.is_explicit
     if packs or isinstance(of_head, PaddedBatch):
-        raise ValueError(KEPT_BY_HEAD)
+        raise LostDocuments(HEAD_DROPPED_DOCUMENTS)
 
 
 def refuse_beside_tree(forward: ForwardInputs, layout: PackedLayout) -> None:

@@ -48,7 +48,7 @@ from flexvarlen.patches.forward.padding import (
 )
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS
 from flexvarlen.patches.forward.refusals import (
-    KEPT_BY_HEAD,
+    HEAD_DROPPED_DOCUMENTS,
     refuse_beside_tree,
     refuse_head_without_documents,
     refuse_inputs,
@@ -58,7 +58,7 @@ from flexvarlen.patches.forward.sequence_parallel import prepare_shard, take_own
 from flexvarlen.patches.forward.wrapper import Steps
 from flexvarlen.patches.models.heads import CAUSAL, CHOICES, PER_DOCUMENT, PER_ROW
 from flexvarlen.patches.models.layers import dtype_of_queries, is_compiled_by_layer
-from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, Patch
+from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, LostDocuments, Patch
 from flexvarlen.patches.why_not import why_not_adapters
 from flexvarlen.recurrent.documents import RecurrentDocuments
 
@@ -120,7 +120,7 @@ def after_forward(module: nn.Module, inputs: dict[str, Any], outputs: Any) -> No
         pad_and_pool(base, packed, outputs)
         return
     if ATTRIBUTE in base.__dict__ and packed.packs and not packed.reached_base:
-        raise ValueError(KEPT_BY_HEAD)
+        raise LostDocuments(HEAD_DROPPED_DOCUMENTS)
     if packed.loss is not None:
         outputs["loss"] = packed.loss(outputs.logits) + balance_loss(module, outputs)
 

@@ -31,8 +31,10 @@ _ENCODER = "bidirectional attention"
 _OWN_LABELS = "encoders mask no label; poolers and classifiers give a row for each document"
 
 NOT_PATCHED = (
-    "got an unpatched model with our attn_implementation (perhaps a reference model); call "
-    "flexvarlen.patch_model on this model too, or patch_trainer on its trainer."
+    "got an unpatched model whose config has an attn_implementation of flexvarlen, set on it or on "
+    "a patched model that shares the config object; call flexvarlen.patch_model on this model too "
+    "(patch_trainer patches every model of a trainer), or build it with a config of its own and "
+    "another attn_implementation."
 )
 """How refusals end where layers run without `patch_model`."""
 
@@ -324,7 +326,7 @@ def why_not_by_type(model_type: str, *, verify: bool = False) -> str | None:
         f"model_type must be of a verified family, got {model_type!r}, in which packed "
         "documents could leak into one another; call patch_model(model, verify=True), which "
         "checks a causal text model for leaks, or use the model's own attention, one document "
-        "per row (flexvarlen.patches.models.families.BY_TYPE names the families)."
+        "per row (docs/families.md lists the verified families)."
     )
 
 

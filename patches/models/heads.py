@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
+CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Heads whose labels are next tokens."""
 
 PER_DOCUMENT = ("ForSequenceClassification", "ForReward")

@@ -150,7 +150,8 @@ MUTATIONS = (
     Mutation(
         "recurrent: a layer without documents runs",
         HOOKS,
-        "    if not isinstance(context, PackedForward):\n        raise ValueError(LOST_DOCUMENTS)",
+        "    if not isinstance(context, PackedForward):\n"
+        "        raise LostDocuments(LOST_DOCUMENTS)",
         "    if not isinstance(context, PackedForward):\n        return args, kwargs",
         TESTS_OF_HOOKS,
     ),

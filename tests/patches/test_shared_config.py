@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 from itertools import permutations
 
@@ -140,9 +141,13 @@ def test_one_of_two_is_patched_and_the_other_cannot_do_without(kind):
     second = type(first)(first.config).eval()
     fv.patch_model(first, "sdpa")
     for _ in range(2):
-        with pytest.raises(NotImplementedError, match=r"an unpatched model.* this model too"):
+        with pytest.raises(NotImplementedError, match=r"shares the config object.* this model too"):
             second(IDS)
         first(IDS)
+    third = type(first)(copy.deepcopy(first.config)).eval()
+    third.set_attn_implementation("eager")
+    third(IDS)
+    first(IDS)
     fv.patch_model(second, "sdpa")
     with torch.no_grad():
         packed = second(IDS, position_ids=POSITIONS).logits[0, 5:]

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import flexvarlen as fv
 from flexvarlen.patches import api, verification
 from flexvarlen.patches.api import current_patch
+from flexvarlen.patches.models.families import BY_TYPE
 from tests.sentences import refused
 from tests.tiny_models import config_of
 
@@ -113,7 +114,7 @@ def runs(monkeypatch):
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [("persimmon", {}), ("phi", {}), ("gpt_neox", {}), ("granitemoe", EXPERTS)],
+    [("persimmon", {}), ("phi", {}), ("gpt_neox", {}), ("gpt2", {}), ("granitemoe", EXPERTS)],
 )
 def test_a_type_that_is_right_runs_packed(model_type, changes):
     runs_packed(unlisted(model_type, **changes))
@@ -148,6 +149,32 @@ def test_base_models_and_classifiers_are_checked_too(auto_class, runs):
     assert runs == [model.base_model] * 2
 
 
+@pytest.mark.parametrize(
+    ("model_type", "option"),
+    [
+        ("llama", "attention_dropout"),
+        ("modernbert", "attention_dropout"),
+        ("bert", "attention_probs_dropout_prob"),
+        ("gpt2", "attn_pdrop"),
+        ("gpt_bigcode", "attn_pdrop"),
+        ("biogpt", "attention_probs_dropout_prob"),
+    ],
+)
+def test_attention_dropout_by_its_name_in_the_config(model_type, option):
+    def model_with(dropout):
+        changes = {"hidden_dropout_prob": 0.1, "resid_pdrop": 0.1, option: dropout}
+        model = unlisted(model_type, AutoModel, max_position_embeddings=512, **changes)
+        return fv.patch_model(model, "sdpa", verify=model_type not in BY_TYPE).train()
+
+    row = {"packed_layout": fv.PackedLayout.from_lengths([5, 7]), "use_cache": False}
+    row["input_ids"] = torch.arange(3, 15)[None]
+    drops = model_with(0.1)
+    with pytest.raises(NotImplementedError, match=rf"config\.{option}=0\.0 .* takes {option}=0\.0"):
+        drops(**row)
+    drops.eval()(**row)
+    model_with(0.0)(**row)
+
+
 def test_without_verify_the_refusal_names_it():
     model = unlisted("phi")
     refused(NotImplementedError, "'phi'", "verify=True", lambda: fv.patch_model(model, "sdpa"))
@@ -167,10 +194,12 @@ def test_a_model_with_an_attention_of_its_own_is_refused(model_type):
     assert not fv.is_patched(model)
 
 
-def test_layers_that_do_not_pass_the_documents_on_are_refused():
-    model = unlisted("stablelm")
-    with pytest.raises(ValueError, match="pass \\*\\*kwargs on in each forward"):
-        verified(model)()
+@pytest.mark.parametrize("model_type", ["stablelm", "opt"])
+def test_layers_that_do_not_get_the_documents_are_refused(model_type):
+    """stablelm's layers get no **kwargs; OPT's head calls another module than its base model."""
+    model = unlisted(model_type)
+    words = r"pass \*\*kwargs.*got \w+ForCausalLM, which does not"
+    refused(NotImplementedError, words, ALONE, verified(model))
     assert not fv.is_patched(model)
 
 
@@ -300,11 +329,36 @@ def test_implementations_are_as_before():
     assert model.get_experts_implementation() == experts
 
 
-def test_a_model_that_does_not_run_keeps_its_attention():
-    model = unlisted("phi")
+def narrow_layer(model):
     model.model.layers[1].mlp.fc1 = torch.nn.Linear(1, 1)
-    with pytest.raises(RuntimeError):
-        verified(model)()
+
+
+def narrow_gate(model):
+    model.model.layers[1].mlp.gate_proj = torch.nn.Linear(1, 1)
+
+
+def without_name(model):
+    del model.model.layers[1].mlp.fc1
+
+
+def in_place(model):
+    """As CTRL scales its embeddings, which fails where gradients of these are asked for."""
+    model.model.embed_dropout = torch.nn.ReLU(inplace=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "broken", "words"),
+    [
+        ("phi", narrow_layer, "on input_ids alone, .* RuntimeError .* 'mat1 and mat2"),
+        ("phi", without_name, "on input_ids alone, .* AttributeError .* no attribute 'fc1'"),
+        ("llama", narrow_gate, "on packed documents, .* RuntimeError .* 'mat1 and mat2"),
+        ("phi", in_place, "on packed documents, .* RuntimeError .* in-place"),
+    ],
+)
+def test_a_model_that_does_not_run_keeps_its_attention(model_type, broken, words):
+    model = unlisted(model_type)
+    broken(model)
+    refused(NotImplementedError, words, ALONE, verified(model))
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -64,3 +66,15 @@ def test_layers_without_an_index_are_refused_in_a_sentence():
         layer.self_attn.is_causal = False
     words = "has attention layers that are not causal"
     refused(NotImplementedError, words, "use", lambda: fv.patch_model(model, verify=True))
+
+
+@pytest.mark.usefixtures("process_group")
+def test_pipeline_parallelism_is_named():
+    """transformers' stages pass on neither **kwargs nor documents; it said a head must."""
+    parallel = pytest.importorskip("transformers.distributed.pipeline_parallel")
+    model = AutoModelForCausalLM.from_config(config_of("qwen3"))
+    group = torch.distributed.group.WORLD
+    mesh = SimpleNamespace(get_local_rank=lambda: 0, size=lambda: 2, get_group=lambda: group)
+    parallel.apply_pipeline_parallelism(model, mesh)
+    refused(NotImplementedError, "pp_size .*got 2", "tp_size", lambda: fv.patch_model(model))
+    assert not fv.is_patched(model)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from transformers import DynamicCache
+from transformers import DynamicCache, Trainer, TrainingArguments
 
 import flexvarlen as fv
 from flexvarlen.patches.attention import packed_forward
@@ -18,6 +18,7 @@ from flexvarlen.patches.models.families import FAMILIES
 from tests import forms
 from tests.backends import ON_GPU, gpu_param
 from tests.oracle import assert_as_accurate
+from tests.sentences import refused
 from tests.tiny_models import (
     VOCABULARY,
     balances_experts,
@@ -472,10 +473,13 @@ def test_a_multiple_that_is_none(arguments, words):
     assert not fv.is_patched(model)
 
 
-def test_images():
+def test_images(tmp_path):
+    """In words of both interfaces: a caller of patch_trainer passed no unpad."""
     model = new_model("qwen2_vl")
-    with pytest.raises(NotImplementedError, match="a vision-language model"):
-        fv.patch_model(model, unpad=True)
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+    for call in (lambda: fv.patch_model(model, unpad=True), lambda: fv.patch_trainer(trainer)):
+        words = r"a vision-language model .*got a Qwen2VL.*\(as unpad=True and patch_trainer take\)"
+        refused(NotImplementedError, words, r"PackedCollator and fv\.patch_model\(model\)", call)
 
 
 def test_auto_chooses_for_training_without_gradients_too(monkeypatch):

@@ -244,20 +244,6 @@ def test_an_encoder_set_to_decode():
         fv.patch_model(model)
 
 
-@pytest.mark.parametrize(
-    ("name", "option", "on_modules"),
-    [
-        ("bert", "attention_probs_dropout_prob", "dropout.p"),
-        ("modernbert", "attention_dropout", "attention_dropout"),
-    ],
-)
-def test_dropout_option_misnamed(name, option, on_modules):
-    model = fv.patch_model(new_model(name, **{option: 0.1}), "sdpa").train()
-    with pytest.raises(NotImplementedError, match=rf"config\.{option}=0\.0.*or {on_modules} = 0"):
-        model(one_row().ids, cu_seq_lens_q=one_row().cu_seqlens)
-    model.eval()(one_row().ids, cu_seq_lens_q=one_row().cu_seqlens)
-
-
 def test_a_decoder_that_became_an_encoder():
     """EmbeddingGemma: Gemma 3 with attention both ways, in windows on both sides."""
     torch.manual_seed(0)
