@@ -182,9 +182,9 @@ def unpad(parts: ModelParts, settings: Settings) -> str | None:
         return None
     if parts.vision_name:
         return (
-            "a vision-language model must get packed batches, got a "
-            f"{parts.model_class.__name__} for padded ones (as unpad=True and patch_trainer take), in "
-            "which images have positions; use fv.PackedCollator and fv.patch_model(model)."
+            "unpad=True, which patch_trainer sets, must not be used with a vision-language model, "
+            f"whose images have positions in the padded batch, got {parts.model_class.__name__}; "
+            "pack its batches with fv.PackedCollator, and call fv.patch_model(model)."
         )
     if settings.sequence_parallel_group is not None:
         return (

@@ -14,10 +14,9 @@ from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from flexvarlen.attention.backends.registry import get_backend, our_name
-from flexvarlen.attention.call import AttentionCall, is_past_int32
-from flexvarlen.attention.check_arguments import check_numbers, check_tensors
+from flexvarlen.attention.call import attention_call, is_past_int32
+from flexvarlen.attention.check_arguments import check_tensors
 from flexvarlen.attention.choose import choose
-from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask, Prefix
 from flexvarlen.mask.spec import Align
@@ -95,26 +94,25 @@ def packed_attention(
         align=align,
     )
     check_tensors(q_THD, k_THD, v_THD, layout, mask.layout_k, sinks)
-    check_numbers(softcap, scale)
     own_dim, v_dim = q_THD.shape[2], v_THD.shape[2]
     if v_dim != own_dim:
         q_THD, k_THD, v_THD = to_one_head_dim(q_THD, k_THD, v_THD)
     _, num_heads, head_dim = q_THD.shape
-    call = AttentionCall(
+    call = attention_call(
         q_THD.device,
         q_THD.dtype,
         num_heads,
         k_THD.shape[1],
         head_dim,
         mask.spec,
-        own_dim**-0.5 if scale is None else scale,
-        softcap,
-        sinks is not None,
-        needs_gradients(q_THD, k_THD, v_THD, sinks),
-        resolve_flag(DETERMINISTIC, deterministic),
-        resolve_flag(BATCH_INVARIANT, batch_invariant),
-        return_lse,
-        is_past_int32(layout, mask.layout_k, num_heads, head_dim),
+        scale=own_dim**-0.5 if scale is None else scale,
+        softcap=softcap,
+        sinks=sinks is not None,
+        needs_grad=needs_gradients(q_THD, k_THD, v_THD, sinks),
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+        past_int32=is_past_int32(layout, mask.layout_k, num_heads, head_dim),
     )
     chosen = get_backend(choose(our_name(backend), call, mask))
     if layout.total_tokens == 0 or mask.layout_k.total_tokens == 0:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from flexvarlen.attention.check_arguments import check_heads, check_numbers
+from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.spec import MaskSpec
@@ -60,6 +62,52 @@ class AttentionCall(NamedTuple):
     def kind(self) -> AttentionCall:
         """The call with the default scale, as the choice of a backend does not depend on it."""
         return self._replace(scale=self.head_dim**-0.5)
+
+
+def attention_call(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    spec: MaskSpec,
+    *,
+    scale: float | None = None,
+    softcap: float | None,
+    sinks: bool,
+    needs_grad: bool,
+    deterministic: bool | None,
+    batch_invariant: bool | None,
+    return_lse: bool = False,
+    past_int32: bool = False,
+) -> AttentionCall:
+    """The call that `packed_attention`, `why_not` and `explain` ask a backend about.
+
+    Args:
+        scale: None: `head_dim ** -0.5`.
+        deterministic, batch_invariant: None: of the environment.
+
+    Raises:
+        ValueError: numbers that are not positive and finite, or heads that are no multiple.
+    """
+    check_numbers(softcap, scale)
+    check_heads(num_heads, num_kv_heads)
+    return AttentionCall(
+        device,
+        dtype,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        spec,
+        head_dim**-0.5 if scale is None else scale,
+        softcap,
+        sinks,
+        needs_grad,
+        resolve_flag(DETERMINISTIC, deterministic),
+        resolve_flag(BATCH_INVARIANT, batch_invariant),
+        return_lse,
+        past_int32,
+    )
 
 
 def is_past_int32(layout: PackedLayout, layout_k: PackedLayout, heads: int, head_dim: int) -> bool:

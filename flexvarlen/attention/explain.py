@@ -17,10 +17,8 @@ from flexvarlen.attention.auto.decide import (
 )
 from flexvarlen.attention.auto.keys import bucket, describe, sizes
 from flexvarlen.attention.backends.registry import BACKENDS, refusal
-from flexvarlen.attention.call import AttentionCall, is_past_int32
-from flexvarlen.attention.check_arguments import check_heads, check_numbers
+from flexvarlen.attention.call import AttentionCall, attention_call, is_past_int32
 from flexvarlen.attention.choose import forget_decisions
-from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
@@ -140,23 +138,21 @@ def explain(
     'sdpa'
     """
     mask = DocumentMask.of(layout, causal=causal, window=window, chunk=chunk)
-    check_numbers(softcap)
-    check_heads(num_heads, num_kv_heads)
-    call = AttentionCall(
-        device=layout.device,
-        dtype=dtype,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        spec=mask.spec,
+    call = attention_call(
+        layout.device,
+        dtype,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        mask.spec,
         softcap=softcap,
         sinks=sinks,
         needs_grad=needs_grad,
-        deterministic=resolve_flag(DETERMINISTIC, deterministic),
-        batch_invariant=resolve_flag(BATCH_INVARIANT, batch_invariant),
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
         return_lse=return_lse,
         past_int32=is_past_int32(layout, layout, num_heads, head_dim),
-    ).kind()
+    )
     sizes_bucket = None if 0 in sizes(mask) else bucket(sizes(mask))
     if measure and sizes_bucket is not None:
         measure_kernels(call, sizes_bucket, mask)

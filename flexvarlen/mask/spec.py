@@ -34,8 +34,9 @@ class MaskSpec:
         cross: the keys have a layout of their own.
         tree: documents are trees: a query sees the keys of its path, along which windows and chunks
             count.
-        top_left: with `cross`, the first query is aligned with the first key; otherwise the last
-            query is aligned with the last key (bottom-right, as in FlashAttention).
+        top_left: with `cross`, the first query is aligned with the first key; otherwise, or where
+            no limit depends on it, the last query with the last key (bottom-right, as in
+            FlashAttention).
     """
 
     causal: bool = True
@@ -114,6 +115,7 @@ class MaskSpec:
             causal, prefix = True, False
         elif causal and not prefix:
             right = 0
+        depends_on_alignment = causal or chunk is not None or (left, right) != (-1, -1)
         return cls(
             causal=causal,
             left=left,
@@ -121,7 +123,7 @@ class MaskSpec:
             chunk=min(tokens, _LONGEST_SIDE),
             prefix=prefix,
             cross=cross,
-            top_left=cross and align == "top_left",
+            top_left=cross and align == "top_left" and depends_on_alignment,
         )
 
     def of_trees(self) -> MaskSpec:

@@ -6,12 +6,37 @@ from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.segments import Segments
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
 from flexvarlen.patches.isolation.tokens import Unit
+from flexvarlen.patches.state import ATTRIBUTE
+
+
+def why_not_whole(model: nn.Module, batch: object, layout: PackedLayout | None) -> str | None:
+    """Why a row that ranks share is not verified, or None.
+
+    Each rank finds the same, so that none waits for one that raises because of its own documents.
+    """
+    given = layout or (batch.get("packed_layout") if isinstance(batch, Mapping) else None)
+    if shares_rows(model):
+        what = "a model with sequence_parallel_group"
+    elif isinstance(given, PackedLayout) and given.shard is not None:
+        what = "a shard of fv.shard_row"
+    else:
+        return None
+    return (
+        f"verify_isolation runs whole rows on each rank, got {what}, whose documents may be cut "
+        "over ranks; pass the whole row inside `with fv.patched(model):`."
+    )
+
+
+def shares_rows(model: nn.Module) -> bool:
+    """Whether a patched model has a `sequence_parallel_group`."""
+    patches = (vars(module).get(ATTRIBUTE) for module in model.modules())
+    return any(patch is not None and patch.sequence_parallel_group for patch in patches)
 
 
 def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> PackedLayout:

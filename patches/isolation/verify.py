@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.isolation.blame import Blame, layers_of
+from flexvarlen.patches.isolation.documents import why_not_whole
 from flexvarlen.patches.isolation.model_run import IsolationRun, NoGradients, RunResult
 from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
 from flexvarlen.patches.isolation.tokens import chosen_documents, halves_of
@@ -77,7 +78,7 @@ def verify_isolation(
         IsolationError: naming layer, module, its kind, the documents or segments, and the
             direction.
         NotImplementedError: `gradients=True`, and the model gives none; a PEFT adapter whose effect
-            depends on the row.
+            depends on the row; a row that ranks share.
         ValueError: fewer than two documents; no outputs by token; outputs or gradients that are not
             finite; outputs that do not change with the tokens, or that differ between two runs of
             the same batch.
@@ -91,7 +92,7 @@ def verify_isolation(
     No bit of 2 documents reached another in 2 layers and the outputs (4 forwards, eval mode); \
 gradients kept their bits too.
     """
-    why = why_not_adapters(*model.modules())
+    why = why_not_adapters(*model.modules()) or why_not_whole(model, batch, layout)
     if why is not None:
         raise NotImplementedError(why)
     run = IsolationRun(model, batch, layout=layout, seed=seed)

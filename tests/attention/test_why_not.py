@@ -10,7 +10,7 @@ import torch
 import flexvarlen as fv
 from flexvarlen.attention import api
 from flexvarlen.attention.auto import decide as auto
-from flexvarlen.attention.backends import flex_fa4
+from flexvarlen.attention.backends import flex_fa4, registry
 from flexvarlen.attention.backends.cu_seqlens import fa3
 from flexvarlen.attention.backends.registry import BACKENDS, get_backend, refusal
 from flexvarlen.attention.call import AttentionCall
@@ -117,29 +117,39 @@ def test_why_not_equals_the_call(monkeypatch, name, dtype):
     def chosen(of, call, mask):
         raise Chosen(of, call)
 
+    asked = []
+
+    def asking(of, call):
+        asked.append(call._replace(device=cuda))
+        return refusal(of, call)
+
     monkeypatch.setattr(api, "choose", chosen)
+    monkeypatch.setattr(registry, "refusal", asking)
     cuda = torch.device("cuda")
     plain = fv.PackedLayout.from_lengths([3, 5])
     tree = fv.PackedLayout.from_tree([4, 2, 2], [-1, 0, 0])
     layouts = {"plain": (plain, None), "cross": (plain, plain), "tree": (tree, None)}
     cases = itertools.product(
         *(layouts, WINDOWS, (None, 4), (None, 2), (True, False), ("bottom_right", "top_left")),
-        OPTIONS,
+        *(OPTIONS, (True, False)),
     )
     served = 0
-    for form, window, chunk, prefix, causal, align, options in cases:
+    for case in cases:
+        form, window, chunk, prefix, causal, align, options, needs_grad = case
         (layout, layout_k), mask = layouts[form], {"window": window, "chunk": chunk}
         mask |= {"causal": causal, "align": align} | options
-        q, k = (torch.randn(8, heads, 64, dtype=dtype, requires_grad=True) for heads in (4, 2))
+        q, k = (torch.randn(8, h, 64, dtype=dtype, requires_grad=needs_grad) for h in (4, 2))
         kind = HEADS | mask | {"device": cuda, "dtype": dtype, "prefix": prefix is not None}
-        kind |= {"cross": layout_k is not None, "tree": form == "tree"}
+        kind |= {"cross": layout_k is not None, "tree": form == "tree", "needs_grad": needs_grad}
+        asked.clear()
         answers = (
             answer(why_not_of, q, k, layout, layout_k, name, cuda, prefix=prefix, **mask),
             answer(fv.why_not, name, **kind),
         )
-        assert answers[0] == answers[1], (form, window, chunk, prefix, causal, align, options)
+        assert answers[0] == answers[1], case
+        assert len(set(asked)) == len(asked) / 2, (case, asked)
         served += answers[0] is None
-    assert served > 0 or dtype == torch.float32 or name == "cudnn"  # which has no gradients
+    assert served > 0 or dtype == torch.float32
 
 
 def answer(ask, *args, **options):
@@ -156,7 +166,7 @@ def why_not_of(q, k, layout, layout_k, name, device, **options):
         fv.packed_attention(q, k, k, layout, layout_k=layout_k, backend=name, **options)
     except Chosen as caught:
         _, call = caught.args
-        return refusal(name, call._replace(device=device))
+        return registry.refusal(name, call._replace(device=device))
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ def test_equal_masks_have_equal_specs():
     assert MaskSpec.of(causal=False, window=(7, 0)) == MaskSpec.of(window=8)
     assert MaskSpec.of(prefix=True, window=(-1, 0)) == MaskSpec.of()
     assert MaskSpec.of(align="top_left") == MaskSpec.of()
+    unmasked = {"causal": False, "cross": True}
+    assert MaskSpec.of(**unmasked, align="top_left") == MaskSpec.of(**unmasked)
     assert MaskSpec.of(window=(2**40, 0)).left < 2**31
 
 

@@ -9,9 +9,7 @@ import torch
 
 from flexvarlen.attention.backends import flex, flex_fa4, nested, reference, sdpa
 from flexvarlen.attention.backends.cu_seqlens import cudnn, fa2, fa3, fa4, varlen
-from flexvarlen.attention.call import INT32_ELEMENTS, AttentionCall, Backend
-from flexvarlen.attention.check_arguments import check_heads, check_numbers
-from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
+from flexvarlen.attention.call import INT32_ELEMENTS, AttentionCall, Backend, attention_call
 from flexvarlen.mask.spec import Align, MaskSpec
 
 _MODULES = (reference, sdpa, flex, flex_fa4, varlen, cudnn, nested, fa2, fa3, fa4)
@@ -118,12 +116,13 @@ def why_not(
         device, dtype, num_heads, num_kv_heads, head_dim: properties of the tensors.
         causal, window, chunk, align: as in `packed_attention`.
         prefix, cross, tree: whether the call passes `prefix` and `layout_k`, and whether its
-            documents are trees.
+            documents are trees. `align` matters only with `cross`.
         total_tokens: length of the longer of the query and key rows; 0: short enough for every
             kernel.
         softcap, sinks, deterministic, batch_invariant, return_lse: as in `packed_attention`; if
             None, the environment variables apply.
-        needs_grad: whether a backward will follow.
+        needs_grad: whether a backward will follow; False for tensors that require no gradient and
+            under `torch.no_grad()`, where a kernel without such a backward runs.
 
     Returns:
         A sentence that says why not and what to do instead, or None if the backend can.
@@ -137,22 +136,20 @@ def why_not(
     >>> why_not("flash_attention_2") == why_not("fa2")
     True
     """
-    check_numbers(softcap)
-    check_heads(num_heads, num_kv_heads)
     kind = {"causal": causal, "window": window, "chunk": chunk}
     spec = MaskSpec.of(**kind, prefix=prefix, cross=cross, align=align)  # type: ignore[arg-type]
-    call = AttentionCall(
-        device=torch.device(device),
-        dtype=dtype,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        spec=spec.of_trees() if tree else spec,
+    call = attention_call(
+        torch.device(device),
+        dtype,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        spec.of_trees() if tree else spec,
         softcap=softcap,
         sinks=sinks,
         needs_grad=needs_grad,
-        deterministic=resolve_flag(DETERMINISTIC, deterministic),
-        batch_invariant=resolve_flag(BATCH_INVARIANT, batch_invariant),
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
         return_lse=return_lse,
         past_int32=total_tokens * num_heads * head_dim >= INT32_ELEMENTS,
     )

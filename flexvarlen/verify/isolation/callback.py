@@ -17,11 +17,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.random_state import RandomState
-from flexvarlen.patches.isolation.documents import documents_of, units_of
+from flexvarlen.parallel.every_rank import EveryRank
+from flexvarlen.patches.isolation.documents import documents_of, shares_rows, units_of
 from flexvarlen.patches.isolation.model_run import training_mode
 from flexvarlen.patches.isolation.report import IsolationReport
 from flexvarlen.patches.isolation.verify import verify_isolation
-from flexvarlen.patches.state import ATTRIBUTE
 
 
 class IsolationCallback(TrainerCallback):  # type: ignore[misc]
@@ -31,8 +31,8 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
     They are the first of the dataset, or others where these are a single document. Nothing is taken
     from the data loader, and random generators, gradients and modes are left as they were, so that
     a run with the callback trains as one without. The model runs in training mode, as Trainer wraps
-    it for mixed precision, not compiled, and without DDP. It is verified on the first process
-    alone, or, where parameters are sharded (FSDP, DeepSpeed ZeRO-3), on all with the same batch.
+    it for mixed precision, not compiled, and without DDP. It is verified on the first process, or,
+    where parameters are sharded (FSDP, ZeRO-3), on all with the same batch. All raise if one does.
 
     Args:
         every: verify again every `every` steps; None: only before the first.
@@ -105,28 +105,29 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
     def _verify(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, loader: Any
     ) -> None:
-        patches = (vars(module).get(ATTRIBUTE) for module in model.modules())
-        if any(patch is not None and patch.sequence_parallel_group for patch in patches):
+        if shares_rows(model):
             raise NotImplementedError(
                 "IsolationCallback verifies whole rows, of which a process has a shard under "
-                "context_parallel; leave it out, and call fv.verify_isolation before "
-                "fv.patch_trainer."
+                "context_parallel; remove it, and call fv.verify_isolation before fv.patch_trainer."
             )
-        if not state.is_world_process_zero and not is_sharded(model):
-            return
+        verifies = state.is_world_process_zero or is_sharded(model)
         with ExitStack() as stack:
             stack.callback(RandomState().restore)
             stack.enter_context(training_mode(model))
-            batch = self.batch
-            if batch is None and self.examples is not None:
-                batch = batch_of(loader, range(self.examples))
-            elif batch is None:
-                batch = several_documents(
-                    loader, args.per_device_train_batch_size, self.options["layout"]
-                )
-            self.reports[state.global_step] = verify_isolation(
-                model, batch, seed=self.seed + state.global_step, **self.options
-            )
+            with EveryRank():  # before sharded parameters are gathered
+                batch = self._batch(args, loader) if verifies else {}
+            with EveryRank():
+                if verifies:
+                    self.reports[state.global_step] = verify_isolation(
+                        model, batch, seed=self.seed + state.global_step, **self.options
+                    )
+
+    def _batch(self, args: TrainingArguments, loader: Any) -> Mapping[str, Any]:
+        if self.batch is not None:
+            return self.batch
+        if self.examples is not None:
+            return batch_of(loader, range(self.examples))
+        return several_documents(loader, args.per_device_train_batch_size, self.options["layout"])
 
 
 def batch_of(loader: Any, indices: Iterable[int]) -> Mapping[str, Any]:
@@ -149,9 +150,9 @@ def several_documents(
 ) -> Mapping[str, Any]:
     """A batch of `size` examples that holds two documents at least; of more, if there is none.
 
-    An example may be a document, or a whole row of them beside which fixed shapes have no room for
-    another. So first come other places in the dataset, each twice as far as the one before, and its
-    end (packing puts long documents into the first rows), then an example more at once.
+    An example may be a document, or a whole row, beside which fixed shapes have no room for another.
+    So first come other offsets in the dataset, each twice the one before, and its end (packing puts
+    long documents into the first rows), then one more example at once.
 
     Args:
         loader: its dataset and collator make the batch.
@@ -159,8 +160,7 @@ def several_documents(
         layout: the documents, if the batch does not contain the boundaries.
 
     Raises:
-        ValueError: as `batch_of`; or each place has one document, and the collator takes no more
-            examples.
+        ValueError: as `batch_of`; or one document everywhere, and a collator of no more examples.
     """
 
     def is_enough(batch: Mapping[str, Any]) -> bool:

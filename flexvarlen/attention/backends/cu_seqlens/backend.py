@@ -114,10 +114,11 @@ class CuSeqlensBackend:
             return f"{self.name} has no prefixes; use backend='flex'."
         if spec.cross and spec.chunk:
             return f"{self.name} has no chunks with layout_k; use backend='flex'."
-        if spec.top_left and (spec.left, spec.right) != (-1, -1):
+        if spec.top_left:
             return (
-                f"{self.name} supports only align='bottom_right' with layout_k; pass "
-                "align='bottom_right' or use backend='flex'."
+                f"{self.name} aligns the last query with the last key of layout_k, got "
+                "align='top_left'; use backend='flex', pass align='bottom_right', or no layout_k "
+                "where each document has as many keys as queries."
             )
         if not self.has_windows and (spec.left, spec.right) not in ((-1, 0), (-1, -1)):
             return f"{self.name} has no sliding windows; use backend='flex'."

@@ -55,8 +55,8 @@ class VarlenBackend(CuSeqlensBackend):
             return refusal
         if call.ordered_backward and not torch.are_deterministic_algorithms_enabled():
             return (
-                f"varlen is deterministic only under {SWITCH}; call it, or use backend='fa3', "
-                "'fa2' or 'flex'."
+                f"varlen's backward is deterministic only under {SWITCH}; call it, do without "
+                "gradients, or use backend='fa3', 'fa2' or 'flex'."
             )
         return None
 

@@ -1,0 +1,38 @@
+"""What one rank finds ends the run of all, in a sentence: rank 1 waited for rank 0's gradients."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.two_processes import WORLD, start
+from tests.verify.isolation.isolation_ranks import run
+
+WHOLE = "NotImplementedError: verify_isolation runs whole rows on each rank, got "
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """By rank, what each case raised."""
+    folder = tmp_path_factory.mktemp("isolation")
+    start(run, folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("a leak", r"IsolationError: document \d .* leaks into document \d"),
+        ("one document", "ValueError: batch must hold at least two documents, got 1"),
+        ("nothing", "nothing"),
+        ("a shard", f"{WHOLE}a shard of fv.shard_row"),
+        ("a group", f"{WHOLE}a model with sequence_parallel_group"),
+    ],
+)
+def test_every_rank_says_why(said, case, words):
+    first, second = (share[case] for share in said)
+    assert re.match(words, first)
+    by_rank_0 = case in ("a leak", "one document")
+    assert second == (f"RuntimeError: rank 0 raised {first}" if by_rank_0 else first)
