@@ -23,10 +23,10 @@ PAGE = ROOT / "docs" / "compatibility.md"
 HEAD = """\
 # Compatibility
 
-Each row is a [kind of model, each column a feature](#what-the-names-mean). A `yes` links to the
-test of it, on tiny models on a CPU. A `no` has the number of the [sentence](#why-not) that the code
-raises. A dash: encoders do not predict next tokens. Which model is of which kind:
-[families](families.md); which kernel runs where: [backends](backends.md).
+Each row is a [kind of model, each column a feature](#what-the-names-mean). Point at a `yes` for the
+name of its test, on tiny models on a CPU; on GitHub it links to the file. A `no` has the number of
+the [sentence](#why-not) that the code raises. A dash: encoders do not predict next tokens. Which
+model is of which kind: [families](families.md); which kernel runs where: [backends](backends.md).
 """
 
 

@@ -179,17 +179,16 @@ def refuse_beside_tree(forward: ForwardInputs, layout: PackedLayout) -> None:
         if inputs.get(name) not in (None, wanted):
             raise ValueError(
                 f"{name} must be {wanted} with a packed_layout of trees, got {inputs[name]!r}; "
-                "leave it out."
+                f"remove {name}."
             )
     if inputs.get("position_ids") is not None:
         raise ValueError(
-            "position_ids must be left out with a packed_layout of trees, whose positions count "
-            "along each path, got some; leave them out."
+            "position_ids cannot be combined with a packed_layout of trees, which defines them along "
+            "each path; remove position_ids."
         )
     if inputs.get("use_cache") or forward.cache is not None:
         raise ValueError(
-            "a cache must not be filled by a packed_layout of trees, got one; pass use_cache=False "
-            "and no cache."
+            "a packed_layout of trees cannot fill a cache; pass use_cache=False and no cache."
         )
     beside = {
         "sequence_parallel_group, unless fv.shard_row made it": (

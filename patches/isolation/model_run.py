@@ -264,7 +264,7 @@ def device_of_inputs(model: nn.Module) -> torch.device:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """In training mode; afterwards each module is in its own again."""
+    """Sets training mode; restores each module's mode on exit."""
     before = [(module, module.training) for module in model.modules()]
     model.train()
     try:

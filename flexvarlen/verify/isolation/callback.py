@@ -150,8 +150,8 @@ def several_documents(
 ) -> Mapping[str, Any]:
     """A batch of `size` examples that holds two documents at least; of more, if there is none.
 
-    An example may be a document, or a whole row, beside which fixed shapes have no room for another.
-    So first come other offsets in the dataset, each twice the one before, and its end (packing puts
+    An example may be a document, or a whole row, where fixed shapes have no room for another. So
+    first come other offsets in the dataset, each twice the one before, and its end (packing puts
     long documents into the first rows), then one more example at once.
 
     Args:
