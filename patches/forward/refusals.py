@@ -183,8 +183,8 @@ def refuse_beside_tree(forward: ForwardInputs, layout: PackedLayout) -> None:
             )
     if inputs.get("position_ids") is not None:
         raise ValueError(
-            "position_ids cannot be combined with a packed_layout of trees, which defines them along "
-            "each path; remove position_ids."
+            "position_ids cannot be combined with a packed_layout of trees, which defines them; "
+            "remove position_ids."
         )
     if inputs.get("use_cache") or forward.cache is not None:
         raise ValueError(
