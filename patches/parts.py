@@ -99,7 +99,7 @@ class ModelParts:
             vision_kinds=() if vision is None else _vision_kinds(vision),
             recurrent_classes=tuple(map(type, recurrent_layers(text))),
             uses_hub_kernels=bool(getattr(model, "_use_kernels", False)),
-            pipeline_stages=getattr(getattr(model, "_pp_stage", None), "pp_size", 1),
+            pipeline_stages=_pipeline_stages(model.config),
             rotary_type=getattr(text._modules.get("rotary_emb"), "rope_type", None),
             first_position=first_position(base),
             max_positions=table_of_positions(base),
@@ -149,6 +149,11 @@ class ModelParts:
             return None
         tower: Any = getattr(self.base(model), self.vision_name, None)
         return tower
+
+
+def _pipeline_stages(config: Any) -> int:
+    """As transformers' `DistributedConfig` has it, from 5.24 on; a saved config does not."""
+    return getattr(getattr(config, "distributed_config", None), "pp_size", None) or 1
 
 
 def _base_of(model: PreTrainedModel) -> nn.Module:

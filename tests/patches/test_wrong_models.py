@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import inspect
 
 import pytest
 import torch
@@ -68,13 +68,14 @@ def test_layers_without_an_index_are_refused_in_a_sentence():
     refused(NotImplementedError, words, "use", lambda: fv.patch_model(model, verify=True))
 
 
-@pytest.mark.usefixtures("process_group")
 def test_pipeline_parallelism_is_named():
     """transformers' stages pass on neither **kwargs nor documents; it said a head must."""
-    parallel = pytest.importorskip("transformers.distributed.pipeline_parallel")
+    distributed = pytest.importorskip("transformers.distributed.configuration_utils")
+    if "pp_size" not in inspect.signature(distributed.DistributedConfig).parameters:
+        pytest.skip("transformers before 5.24")
     model = AutoModelForCausalLM.from_config(config_of("qwen3"))
-    group = torch.distributed.group.WORLD
-    mesh = SimpleNamespace(get_local_rank=lambda: 0, size=lambda: 2, get_group=lambda: group)
-    parallel.apply_pipeline_parallelism(model, mesh)
+    model.config.distributed_config = distributed.DistributedConfig(tp_size=1, pp_size=1)
+    assert fv.is_patched(fv.unpatch_model(fv.patch_model(model))) is False
+    model.config.distributed_config.pp_size = 2
     refused(NotImplementedError, "pp_size .*got 2", "tp_size", lambda: fv.patch_model(model))
     assert not fv.is_patched(model)
