@@ -178,7 +178,7 @@ def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
     if not getattr(tokenizer, "is_fast", False) or tokenizer.split_special_tokens:
         return tokens
     added = [x for x in tokenizer.added_tokens_decoder.values() if not x.normalized]
-    plain = {x.content for x in added if not (x.lstrip or x.rstrip or x.single_word)}
+    plain = {x.content for x in added if not (x.lstrip or x.single_word)}
     longest_first = sorted((re.escape(x.content) for x in added), key=len, reverse=True)
     special = re.compile("|".join(longest_first) or "(?!)")
 

@@ -76,7 +76,8 @@ class ChatTemplate:
             is_list = bool(content) and isinstance(content, list)
             asks = message["role"] == "user"  # templates drop parts of earlier answers on purpose
             lost = asks and not all(_squeezed(x) in squeezed for x in texts_of(message))
-            if lost or (is_list and repr(content) in text):
+            as_json = json.dumps(content, ensure_ascii=False, default=str)
+            if lost or (is_list and (repr(content) in text or as_json in text)):
                 wanted = "a string" if is_list else "a list of parts"
                 raise ValueError(
                     f"the content of message {turn} must be {wanted} with this chat template, "

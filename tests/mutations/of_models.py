@@ -118,8 +118,8 @@ MUTATIONS = (
     Mutation(
         "heads: one label for all documents is broadcast",
         "patches/forward/heads.py",
-        "if isinstance(labels, Tensor) and (labels.ndim == 0 or len(labels) != documents):",
-        "if isinstance(labels, Tensor) and labels.ndim > 0 and len(labels) not in (1, documents):",
+        "if labels.ndim == 0 or len(labels) != documents or of_tokens:",
+        "if of_tokens or (labels.ndim > 0 and len(labels) not in (1, documents)):",
         "tests/patches/forward/test_pooling_heads.py",
     ),
     Mutation(

@@ -90,7 +90,9 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="[UNK]"
     )
-    tokenizer.add_tokens([AddedToken(x, special=True, normalized=False) for x in special])
+    strips = {"rstrip": True, "lstrip": True} if kind == "pieces" else {}  # rstrip as Phi-3's
+    tokens = [(x, strips if x in ("<|end|>", "</s>") else {}) for x in special]
+    tokenizer.add_tokens([AddedToken(x, special=True, normalized=False, **y) for x, y in tokens])
     return tokenizer
 
 

@@ -188,7 +188,8 @@ def _written(leaf: tuple[str, Any], where: str) -> bool:
     if not own or own is True:
         return key in where
     if isinstance(own, str):
-        forms = [own, *(json.dumps(own, ensure_ascii=x)[1:-1] for x in (True, False))]
+        quoted = [json.dumps(own), json.dumps(own, ensure_ascii=False), repr(own)]
+        forms = [own, *(x[1:-1] for x in quoted)]
         return any(_squeezed(form) in where for form in forms)
     return str(own) in where
 
@@ -214,8 +215,11 @@ def expected(chat: Chat, tokenizer: Any, template: str) -> list[tuple[list[int],
         own = _squeezed(whole[len(prompt) :])
         content = message["content"]
         texts = [content] if isinstance(content, str) else [x["text"] for x in content]
-        if any(isinstance(x["content"], list) and repr(x["content"]) in whole for x in seen):
-            return "a list as Python writes it"
+        lists = [x["content"] for x in seen if isinstance(x["content"], list)]
+        if any(
+            data in whole for x in lists for data in (repr(x), json.dumps(x, ensure_ascii=False))
+        ):
+            return "a list as Python or JSON writes it"
         asked = [x["content"] for x in seen if x["role"] == "user"]
         if any("".join(x.split()) not in "".join(whole.split()) for x in asked):
             return "a question is not written"

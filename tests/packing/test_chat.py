@@ -255,6 +255,15 @@ def test_a_question_that_the_template_does_not_write(content):
         learned(template, [{"role": "user", "content": content}, CHAT[1]])
 
 
+def test_a_call_without_arguments_that_the_template_leaves_out():
+    call = CALL | {"function": {"name": "look"}}
+    template = PLAIN.replace("{{ m.content }}", "{{ m.content }}{{ (m.tool_calls or [])[:1] }}")
+    chat = [CHAT[0], CHAT[1] | {"tool_calls": [call, call]}]
+    with pytest.raises(ValueError, match="must write tool call look of message 1"):
+        learned(template, chat)
+    assert len(learned(template.replace("[:1]", ""), chat)) == 1
+
+
 def test_a_part_that_another_part_repeats_must_be_written_too():
     template = PLAIN.replace("{{ m.content }}", "{{ m.reasoning or m.content }}")
     with pytest.raises(ValueError, match="must write content of message 1"):

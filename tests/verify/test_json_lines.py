@@ -54,7 +54,11 @@ def test_several_files_and_plain_text_mix(lines):
 
 
 def test_chats_use_the_template_if_there_is_one(lines):
-    file = lines({"messages": CHAT}, {"messages": CHAT, "tools": [{"name": "look"}]}, {"text": "z", "messages": 0})
+    file = lines(
+        {"messages": CHAT},
+        {"messages": CHAT, "tools": [{"name": "look"}]},
+        {"text": "z", "messages": 0},
+    )
     with_template = read_documents([file], chat_tokenizer())
     assert with_template == ("<user>Hi<assistant>Hello!", "look<user>Hi<assistant>Hello!", "z")
     assert read_documents([file]) == ("Hi\nHello!", "Hi\nHello!", "z")
