@@ -59,6 +59,10 @@ def report(
     table = summary(every)
     if table is not None:
         bodies["summary"] = table.markdown()
+    if "leaks" in suites:
+        from flexvarlen.bench.suites.contract.leaks import front_table
+
+        bodies["leaks-front"] = front_table(suites["leaks"]).markdown()
     drawn: dict[str, Sequence[Path]] = {}
     if figures is not None:
         drawn = {n: suite_of(n).figures(r, figures) for n, r in suites.items() if n in SUITES}

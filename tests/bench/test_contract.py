@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from flexvarlen.bench.suites.contract import capabilities, families, forms, leaks
 from flexvarlen.bench.suites.contract.batch_forms import FORMS, LENGTHS
 from flexvarlen.bench.suites.contract.forms import FormsCase
-from flexvarlen.report.records import Record, read_records
+from flexvarlen.report.records import Record, append_records, read_records
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import Options
@@ -22,6 +23,7 @@ LLAMA = FormsCase("llama", "float32", 16)
 # Forms in which plain transformers, eager and sdpa, is right.
 RIGHT_IN_PLAIN = {
     "position_ids, use_cache=False",
+    "position_ids, cu_seq_lens_*, max_length_* and seq_idx",
     "two packed rows",
     "first document continues at position 100",
     "a later document starts at position 2",
@@ -72,9 +74,52 @@ def test_the_table_of_leaks_has_every_form_and_marks_leaks(records):
     (line,) = [x for x in text.splitlines() if x.startswith("| 2D mask of document ids")]
     assert line.count("**") == 4  # eager and sdpa
     assert "refused (1)" in line
-    there = [replace(r, environment=r.environment | {"gpu": "NVIDIA H200"}) for r in records]
-    both = leaks.SUITE.section([*records, *there])
-    assert both == "\n\n".join([text, leaks.SUITE.section(there)])
+    for elsewhere in ({"gpu": "NVIDIA H200"}, {"transformers": "5.17.0"}):
+        there = [replace(r, environment=r.environment | elsewhere) for r in records]
+        both = leaks.SUITE.section([*records, *there])
+        assert both == "\n\n".join([text, leaks.SUITE.section(there)])
+
+
+def test_versions_of_transformers_have_records_in_one_file_and_columns_of_their_own(
+    records, tmp_path
+):
+    here, out = transformers.__version__, tmp_path / "records.jsonl"
+    assert {r.case["transformers"] for r in records} == {here}
+    older = []
+    for r in of(records, "transformers:sdpa"):
+        case = r.case | {"transformers": "5.0.0"}
+        r = replace(r, case=case, environment=r.environment | {"transformers": "5.0.0"})
+        leaks_there = case["model"] == "llama" and case["pass"] == "two packed rows"
+        changed = {"status": "wrong", "measures": r.measures | {"leaks": 7}} if leaks_there else {}
+        older.append(replace(r, **changed))
+    append_records(out, [*records, *older])
+    both = read_records([out])
+    assert len(both) == len(records) + len(older)
+    (page,) = leaks.SUITE.page_tables(both)
+    assert page.header[1:3] == tuple(
+        f"attention: transformers {x} `eager`, `sdpa`" for x in ("5.0.0", here)
+    )
+    assert "transformers 5.0.0" in page.title
+    front = leaks.front_table(both)
+    lines = {form: dict(zip(front.header[1:], cells, strict=True)) for form, *cells in front.lines}
+    dense = "dense models, `eager`, `sdpa`"
+    assert lines["two packed rows"][dense] == (
+        f"5.0.0: **leaks** (Llama); right (Qwen3); {here}: right"
+    )
+    assert lines["2D mask of document ids"] == {dense: "**leaks**", "flexvarlen": "right"}
+    assert "left padding" not in lines
+    assert f"in {len(FORMS) - len(RIGHT_IN_PLAIN) + 1} (dense models" in front.title
+
+
+def test_a_kernel_that_measured_nothing_has_no_column_and_one_of_one_version_says_so(records):
+    front = leaks.front_table(records)
+    assert front.header[1:] == ("dense models, `eager`, `sdpa`", "flexvarlen")
+    flash = [
+        replace(r, environment=r.environment | {"transformers": "5.0.0"}, status="ok")
+        for r in of(records, "transformers:flash_attention_2")
+    ]
+    flash = [replace(r, measures={"error": 1.0, "leaks": 0}) for r in flash]
+    assert "0 (dense models, FA2, 5.0.0 alone)" in leaks.front_table([*records, *flash]).title
 
 
 @pytest.mark.parametrize("model", leaks.HYBRID)
@@ -113,7 +158,8 @@ def test_the_page_shows_the_largest_error_of_ours_and_both_kinds_of_models(recor
     assert list(lines) == [form.name for form in FORMS]
     assert lines[worse.case["pass"]]["attention: flexvarlen"] == "0.2"
     assert lines[worse.case["pass"]]["hybrid: flexvarlen"] != "0.2"
-    assert "**" in lines["2D mask of document ids"]["hybrid: transformers `eager`, `sdpa`"]
+    here = transformers.__version__
+    assert "**" in lines["2D mask of document ids"][f"hybrid: transformers {here} `eager`, `sdpa`"]
 
 
 def test_the_page_counts_what_a_backend_serves_in_all_families():

@@ -95,10 +95,9 @@ def padded_tail(ids: Tensor, pads: int = 3) -> Batch:
     )
 
 
-def document_ids(ids: Tensor) -> Batch:
-    """A 2D mask that numbers the documents from 1."""
-    numbers = torch.repeat_interleave(torch.arange(1, 6), torch.tensor(LENGTHS))
-    return one_row(ids, attention_mask=numbers.to(ids.device)[None])
+def document_numbers(ids: Tensor) -> Tensor:
+    """int64 `[1, T]`: the number of each token's document, from 1."""
+    return torch.arange(1, 6).repeat_interleave(torch.tensor(LENGTHS)).to(ids.device)[None]
 
 
 def two_rows(ids: Tensor) -> Batch:
@@ -160,8 +159,21 @@ FORMS = (
         lambda ids: one_row(ids, **cu_seq_lens(ids, with_max=False)),
         starts=ONWARD,
     ),
+    Form(
+        "position_ids, cu_seq_lens_*, max_length_* and seq_idx",
+        lambda ids: one_row(
+            ids,
+            position_ids=positions(ids),
+            seq_idx=(document_numbers(ids) - 1).int(),
+            **cu_seq_lens(ids),
+        ),
+    ),
     Form("cu_seq_lens_*, position_ids and a mask with 3 pads", padded_tail),
-    Form("2D mask of document ids", document_ids, starts=ONWARD),
+    Form(
+        "2D mask of document ids",
+        lambda ids: one_row(ids, attention_mask=document_numbers(ids)),
+        starts=ONWARD,
+    ),
     Form("two packed rows", two_rows),
     Form(
         "first document continues at position 100",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
-from flexvarlen.bench.suites.contract.forms import Forms
+import transformers
+
+from flexvarlen.bench.suites.contract.forms import Forms, FormsCase
 from flexvarlen.reference.acceptance import largest
 from flexvarlen.report.records import Record, by_machine, commits_of, grouped, ran_on
 from flexvarlen.report.table import Column, Notes, Table
@@ -12,6 +15,16 @@ from flexvarlen.runner.suite import Case, Options
 
 HYBRID = ("qwen3_5_text", "lfm2", "granitemoehybrid")
 """Models with a gated delta rule, with short convolutions, and with Mamba-2."""
+NAMES = {"qwen3_5_text": "Qwen3.5", "lfm2": "LFM2", "granitemoehybrid": "Granite 4"}
+WORDS = {"ok": "right", "wrong": "**wrong**", "unsupported": "raises"}
+WITHOUT_PACKING = ("right padding", "left padding")
+
+
+@dataclass(frozen=True)
+class LeaksCase(FormsCase):
+    """Of one version of transformers, so that records of several stand in one file."""
+
+    transformers: str
 
 
 class Leaks(Forms):
@@ -21,16 +34,20 @@ class Leaks(Forms):
     models = ("llama", "qwen3", *HYBRID)
     gradients = False
 
+    def cases(self, options: Options) -> Sequence[FormsCase]:
+        version = transformers.__version__
+        return [LeaksCase(**asdict(case), transformers=version) for case in super().cases(options)]
+
     def variants(self, case: Case, options: Options) -> Sequence[str]:
         theirs = ("eager", "sdpa", "flash_attention_2")
         ours = ("sdpa", "flex", "varlen", "fa2") if options.on_gpu else ("sdpa",)
         return (*(f"transformers:{x}" for x in theirs), *(f"flexvarlen:{x}" for x in ours))
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        """For each machine a table of attention alone and one of hybrid models."""
+        """For each machine and version a table of attention alone and one of hybrid models."""
         groups = [
-            [r for r in own if (r.case["model"] in HYBRID) == hybrid]
-            for own in by_machine(records)
+            [r for r in own if _is_hybrid(r) == hybrid]
+            for own in _runs(records)
             for hybrid in (False, True)
         ]
         for own in filter(None, groups):
@@ -38,23 +55,83 @@ class Leaks(Forms):
             yield _table({f"{x.replace(':', ' `')}`": found for x, found in variants.items()})
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        """Of the machine with the most records: both kinds of models, ours in one column."""
+        """Of each version where most was measured: both kinds of models, ours in one column."""
         columns: dict[str, list[Record]] = {}
-        own = max(by_machine(records), key=lambda own: len(own))
-        for record in sorted(own, key=_is_hybrid):
+        for record in sorted(_shown(records), key=lambda r: (_is_hybrid(r), _is_ours(r))):
             columns.setdefault(_page_column(record), []).append(record)
         yield _table(columns)
+
+
+def front_table(records: Sequence[Record]) -> Table:
+    """The README's: which packed forms leak, in all versions that were measured."""
+    shown = [r for r in _shown(records) if r.case["pass"] not in WITHOUT_PACKING]
+    columns: dict[str, list[Record]] = {}
+    for record in sorted(shown, key=lambda r: (_is_ours(r), _is_hybrid(r))):
+        library, name = _implementation(record)
+        theirs = "hybrid models" if _is_hybrid(record) else f"dense models,{name}"
+        columns.setdefault(library if _is_ours(record) else theirs, []).append(record)
+    every, forms, counts, made = _versions(shown), grouped(shown, "pass"), [], []
+    for name, own in columns.items():
+        by_form, versions = grouped(own, "pass"), _versions(own)
+        leaking = sum(any(r.measures.get("leaks") for r in x) for x in by_form.values())
+        made.append(Column(name, _verdict_of(by_form)))
+        only = "" if versions == every else f", {versions} alone"
+        counts.append(f"{leaking} ({name}{only})")
+    title = (
+        f"Of {len(forms)} forms of a packed batch, documents leak without a warning under "
+        f"transformers {every}, in {', '.join(counts)}"
+    )
+    return Table.of(forms, [Column("packed batch", str), *made], title)
+
+
+def _runs(records: Sequence[Record]) -> list[list[Record]]:
+    """The records of each machine and version of transformers."""
+    found: dict[str, list[Record]] = {}
+    for own in by_machine(records):
+        for record in own:
+            key = f"{record.environment.get('gpu')} {_version(record)}"
+            found.setdefault(key, []).append(record)
+    return list(found.values())
+
+
+def _shown(records: Sequence[Record]) -> list[Record]:
+    """Of each version the machine where most was measured, without what measured nothing there."""
+    versions: dict[str, list[Record]] = {}
+    for own in _runs(records):
+        ran = {r.case["variant"] for r in own if "error" in r.measures}
+        kept = [r for r in own if r.case["variant"] in ran]
+        version = _version(own[0])
+        versions[version] = max(versions.get(version, []), kept, key=len)
+    return [record for version in sorted(versions) for record in versions[version]]
+
+
+def _version(record: Record) -> str:
+    return str(record.environment["transformers"])
+
+
+def _versions(records: Sequence[Record]) -> str:
+    return " and ".join(sorted(set(map(_version, records))))
 
 
 def _is_hybrid(record: Record) -> bool:
     return record.case["model"] in HYBRID
 
 
-def _page_column(record: Record) -> str:
+def _is_ours(record: Record) -> bool:
+    return record.case["variant"].startswith("flexvarlen:")
+
+
+def _implementation(record: Record) -> tuple[str, str]:
+    """The library, and which attention of transformers."""
     library, _, name = record.case["variant"].partition(":")
     theirs = {"eager": " `eager`, `sdpa`", "sdpa": " `eager`, `sdpa`", "flash_attention_2": " FA2"}
-    named = theirs.get(name, f" `{name}`") if library == "transformers" else ""
-    return f"{'hybrid' if _is_hybrid(record) else 'attention'}: {library}{named}"
+    return library, theirs.get(name, f" `{name}`") if library == "transformers" else ""
+
+
+def _page_column(record: Record) -> str:
+    library, name = _implementation(record)
+    version = "" if _is_ours(record) else f" {_version(record)}"
+    return f"{'hybrid' if _is_hybrid(record) else 'attention'}: {library}{version}{name}"
 
 
 def _table(columns: Mapping[str, Sequence[Record]]) -> Table:
@@ -63,10 +140,13 @@ def _table(columns: Mapping[str, Sequence[Record]]) -> Table:
     records = [record for own in columns.values() for record in own]
     *others, last = dict.fromkeys(r.case["model"] for r in records)
     models = f"{', '.join(others)} and {last}" if others else last
+    ran = [
+        f"{own[0].case['dtype']}, {ran_on(own[0].environment)}{commits_of(own)}"
+        for own in _runs(records)
+    ]
     title = (
         f"Largest error of packed logits against each document alone in fp64, over tiny random "
-        f"{models} models; {records[0].case['dtype']}, {ran_on(records[0].environment)}"
-        f"{commits_of(records)}. Bold: documents leak, or the results are wrong"
+        f"{models} models; {'; '.join(ran)}. Bold: documents leak, or the results are wrong"
     )
     made = [Column(name, _leak_of(grouped(own, "pass"), notes)) for name, own in columns.items()]
     forms = grouped(records, "pass")
@@ -87,6 +167,31 @@ def _leak_of(groups: Mapping[str, Sequence[Record]], notes: Notes) -> Callable[[
                 word = "refused" if r.status == "unsupported" else r.status
                 parts.append(f"{word} {notes.mark(r.reason or '')}")
         return ", ".join(dict.fromkeys(parts))
+
+    return cell
+
+
+def _verdict_of(groups: Mapping[str, Sequence[Record]]) -> Callable[[str], str]:
+    """In words, where versions differ of each."""
+
+    def of(records: Sequence[Record]) -> str:
+        words: dict[str, dict[str, None]] = {}
+        for r in records:
+            word = "**leaks**" if r.measures.get("leaks") else WORDS.get(r.status, r.status)
+            model = r.case["model"]
+            words.setdefault(word, {})[NAMES.get(model, model.capitalize())] = None
+        if len(words) == 1:
+            return next(iter(words))
+        return "; ".join(f"{word} ({', '.join(models)})" for word, models in words.items())
+
+    def cell(form: str) -> str:
+        versions: dict[str, list[Record]] = {}
+        for record in groups.get(form, ()):
+            versions.setdefault(_version(record), []).append(record)
+        said = {version: of(own) for version, own in versions.items()}
+        if len(set(said.values())) == 1:
+            return next(iter(said.values()))
+        return "; ".join(f"{version}: {words}" for version, words in said.items())
 
     return cell
 
