@@ -40,15 +40,22 @@ def verify(
         ),
     ] = "auto",
     unpatched: Annotated[
-        bool, typer.Option("--unpatched", help="As --backend transformers:sdpa.")
+        bool,
+        typer.Option(
+            "--unpatched",
+            help="As --backend transformers:sdpa: plain transformers, which by default is right "
+            "in dense models; see --form.",
+        ),
     ] = False,
     form: Annotated[
         str,
         typer.Option(
             "--form",
-            help="How the batch marks document boundaries: position_ids, packed_layout, "
-            "document_ids (a 2D attention_mask that numbers them), or cu_seq_lens (with "
-            "position_ids).",
+            help="How the batch marks document boundaries, without a cache: position_ids, "
+            "packed_layout, document_ids (a 2D attention_mask that numbers them), cu_seq_lens "
+            "(with position_ids), both (and seq_idx), cu_seq_lens_alone, mask_of_ones (with "
+            "position_ids); or default_cache (position_ids, and the cache that transformers "
+            "makes by default).",
         ),
     ] = "position_ids",
     lengths: Annotated[

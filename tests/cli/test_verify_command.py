@@ -9,9 +9,14 @@ from typer.testing import CliRunner
 from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app
 from flexvarlen.recurrent import layer_functions
-from flexvarlen.verify.isolation.command import FORMS, LENGTHS
+from flexvarlen.verify.experiment.variant import FORMS
+from flexvarlen.verify.isolation.command import LENGTHS
 
 SMALL = ["--model", "qwen3", "--device", "cpu", "--lengths", "5,11,1,8"]
+
+LEAKING = ("default_cache", "mask_of_ones", "cu_seq_lens_alone", "document_ids")
+"""The forms in which a dense model of plain transformers leaks."""
+UNPATCHED = ("--unpatched", "--form", "default_cache")
 
 
 def run(*args):
@@ -29,13 +34,26 @@ def test_patched_model_passes_in_every_form(form):
     assert (report["num_docs"], report["layers"], report["gradients"]) == (4, 2, "bits")
 
 
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("form", ["position_ids", "cu_seq_lens", *LEAKING])
+def test_unpatched_model_leaks_where_a_plain_one_does_by_hand(model, form):
+    result = run("--unpatched", "--form", form, "--model", model, "--json")
+    if model == "qwen3_5_text" and form.startswith("cu_seq_lens"):
+        assert result.exit_code == 2  # transformers needs a package for it
+        assert "can't keep packed sequences apart" in result.output
+        return
+    leaks = model == "qwen3_5_text" or form in LEAKING
+    assert result.exit_code == leaks, result.output
+    assert json.loads(result.stdout)[-1]["isolated"] == (not leaks)
+
+
 def test_leak_is_exit_code_1_and_a_sentence():
-    result = run("--unpatched")
+    result = run(*UNPATCHED)
     assert result.exit_code == 1, result.output
     text = " ".join(result.output.split())
     assert "1 → 2, forward, layer 0, attention" in text
     assert "document 1 (tokens 5 to 15) leaks into document 2 (tokens 16 to 16)" in text
-    result = run("--unpatched", "--json")
+    result = run(*UNPATCHED, "--json")
     assert result.exit_code == 1
     (answer,) = json.loads(result.stdout)
     assert not answer["isolated"]
@@ -62,7 +80,7 @@ def test_leak_is_shown_when_a_later_model_fails(monkeypatch, form):
         return build(name, **options)
 
     monkeypatch.setattr(command, "build_model", fails_later)
-    result = run("--unpatched", "--model", "llama", *form)
+    result = run(*UNPATCHED, "--model", "llama", *form)
     assert result.exit_code == 2, result.output
     assert "leaks into document 2 (tokens 16 to 16)" in " ".join(result.output.split())
     assert "OutOfMemoryError: CUDA out of memory" in result.output
@@ -135,7 +153,7 @@ def test_backend_without_a_backward_says_so():
         (["--form", "cu_seqlens"], "--form must be one of"),
         (
             ["--unpatched", "--form", "packed_layout"],
-            "--form must be one of position_ids, document_ids",
+            "--form must be one of position_ids, cu_seq_lens, both, default_cache",
         ),
         (["--lengths", "5,0"], "--lengths must be"),
         (["--lengths", "5"], "two or more numbers"),

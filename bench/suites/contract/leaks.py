@@ -118,7 +118,7 @@ def _is_hybrid(record: Record) -> bool:
 
 
 def _is_ours(record: Record) -> bool:
-    return record.case["variant"].startswith("flexvarlen:")
+    return str(record.case["variant"]).startswith("flexvarlen:")
 
 
 def _implementation(record: Record) -> tuple[str, str]:

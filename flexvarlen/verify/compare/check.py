@@ -75,14 +75,18 @@ def _fresh_cache(compile: bool) -> AbstractContextManager[Any]:
 
 
 def _other_packings(variant: Variant, checks: Checks) -> tuple[dict[str, Any], str | None]:
-    """Recompilations over them, and what is wrong with the logits of the last, or None."""
-    out = None
+    """Recompilations over them, and what is wrong with the logits of the last, or None.
+
+    None of a caller's batch as it stands: how it marks documents is not known of others.
+    """
+    out, as_it_stands = None, variant.given(checks.reference.row) is not None
+    others = () if as_it_stands else checks.others
     with watch_compilation() as stats:
-        for other in checks.others:
+        for other in others:
             labels = other.labels()
             out = causal_step(variant, other, labels, other.counted(labels))
     measures: dict[str, Any] = {
-        "other_packings": len(checks.others),
+        "other_packings": len(others),
         "recompiles": stats.recompilations,
         "recompile_reasons": list(stats.first_reasons()),
     }

@@ -105,9 +105,9 @@ def run_model(variant: Variant, row: Row, batching: str = "packed") -> ModelRun:
     """
     lengths, targets = row.samples.lengths, Targets.of(row)
     if batching == "packed":
-        forwards = [ModelInputs({"input_ids": row.input_ids, **variant.boundaries(row)})]
+        forwards = [variant.forward(row, input_ids=row.input_ids)]
     else:
-        forwards = forwards_of(batching, row.samples, variant.boundaries)
+        forwards = forwards_of(batching, row.samples, variant.inputs)
     shared = batching == "packed" and not isinstance(row, PackedBatch)
     order = torch.cat(row.paths) if shared else None
     gradients: dict[str, Tensor] = {}

@@ -150,18 +150,20 @@ class Report:
     def sentence(self) -> str:
         """The result in one sentence."""
         ours = [record for record in self.records if is_ours(variant(record))]
+        theirs = [record for record in self.records if not is_ours(variant(record))]
+        tail = "".join(
+            f"; {found}: {_on_models(own)}"
+            for found in ("leaks", "wrong")
+            if (own := [r for r in theirs if r.measures.get("verdict") == found])
+        )
         bad = [f"{r.case['model']} {variant(r)}: {verdict(r)}" for r in ours if not passes(r)]
-        leaking = {variant(r): None for r in self.records if r.measures.get("verdict") == "leaks"}
-        theirs = [name for name in leaking if not is_ours(name)]
-        tail = f"; {', '.join(theirs)} leaks" if theirs else ""
         if bad:
             return f"Not right: {'; '.join(bad)}{tail}."
-        right = dict.fromkeys(variant(r) for r in ours if r.measures.get("verdict") == "right")
-        if not right:
+        right = [r for r in self.records if r.measures.get("verdict") == "right"]
+        if not any(r in ours for r in right):
             return f"No backend of flexvarlen could run here{tail}."
-        models = ", ".join(grouped(self.records, "model"))
         unit = "segment" if "segments" in self.records[0].case else "document"
-        return f"Right, and no {unit} leaks: {', '.join(right)} on {models}{tail}."
+        return f"Right, and no {unit} leaks: {_on_models(right)}{tail}."
 
     def markdown(self) -> str:
         """A table for each model, with what it was measured on, and the notes."""
@@ -194,6 +196,17 @@ class Report:
 
         pictures = draw(self.records, home, title, _provenance, forward_only)
         return [home / "table.md", *pictures]
+
+
+def _on_models(records: Sequence[Record]) -> str:
+    """Which variants on which models, those of the same models together."""
+    together: dict[tuple[str, ...], list[str]] = {}
+    for name in dict.fromkeys(map(variant, records)):
+        models = tuple(r.case["model"] for r in records if variant(r) == name)
+        together.setdefault(models, []).append(name)
+    return "; ".join(
+        f"{', '.join(names)} on {', '.join(models)}" for models, names in together.items()
+    )
 
 
 def section(records: Sequence[Record]) -> str:

@@ -6,10 +6,10 @@ Shapes: T tokens; N documents.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,38 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def place(of_tokens: Tensor, real: Tensor, fill: int) -> Tensor:
+    """`[tokens, …]` -> `[B, S, …]`: row by row where bool `real` `[B, S]` is set, `fill` elsewhere.
+
+    Differentiable.
+    """
+    found = of_tokens.new_full((*real.shape, *of_tokens.shape[1:]), fill)
+    found[real] = of_tokens
+    return found
+
+
+@dataclass(frozen=True)
+class GivenBatch:
+    """A caller's batch as it stands, B rows of S positions, without what is of single tokens.
+
+    Attributes:
+        inputs: the other keyword arguments of its forward, by which a model finds the documents.
+        real: bool `[B, S]`, the positions of the documents' tokens.
+    """
+
+    inputs: Mapping[str, Any]
+    real: Tensor
+
+    def place(self, of_tokens: Tensor, fill: int) -> Tensor:
+        """`[1, T, …]` -> `[B, S, …]`."""
+        return place(of_tokens[0], self.real, fill)
+
+    def to(self, device: torch.device | str) -> GivenBatch:
+        """The same on `device`."""
+        moved = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in self.inputs.items()}
+        return GivenBatch(moved, self.real.to(device))
+
+
 @dataclass(frozen=True)
 class PackedBatch:
     """Documents of real tokens, one after another.
@@ -29,12 +61,14 @@ class PackedBatch:
         input_ids: int64 `[1, T]`.
         lengths: tokens of each document, each at least 1; their sum is T.
         source: where the tokens come from, for the report.
+        given: the caller's batch that they come from, if transformers can read it.
         unit, sample: what is replaced to find leaks, and what runs alone, in words.
     """
 
     input_ids: Tensor
     lengths: tuple[int, ...]
     source: str = "the caller's batch"
+    given: GivenBatch | None = field(default=None, compare=False, repr=False)
     unit: ClassVar[str] = "document"
     sample: ClassVar[str] = "document"
 
@@ -91,7 +125,8 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tokens on `device`."""
-        return PackedBatch(self.input_ids.to(device), self.lengths, self.source)
+        given = None if self.given is None else self.given.to(device)
+        return PackedBatch(self.input_ids.to(device), self.lengths, self.source, given)
 
     def labels(self, documents: Sequence[int] | None = None) -> Tensor:
         """int64 `[1, T]`: the tokens, with -100 at the first token of each document, which has no

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.reference.model import IGNORE_INDEX
-from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.batch import PackedBatch, place
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,7 @@ def _padded(row: PackedBatch, documents: Sequence[int], grad_output: Tensor | No
     real = (torch.arange(int(lengths.max())) < lengths[:, None]).to(device)
 
     def put(of_tokens: Tensor, fill: int) -> Tensor:
-        found = of_tokens.new_full((*real.shape, *of_tokens.shape[1:]), fill)
-        found[real] = of_tokens[at]
-        return found
+        return place(of_tokens[at], real, fill)
 
     inputs = {
         "input_ids": put(row.input_ids[0], 0),

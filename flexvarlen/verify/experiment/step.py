@@ -101,13 +101,13 @@ def causal_step(
     if gradients and variant.train:
         embeds.retain_grad()
     loss_inputs = row.loss_inputs(labels, counted)
-    forward = ModelInputs({"inputs_embeds": embeds, **loss_inputs, **variant.boundaries(row)})
+    forward = variant.forward(row, inputs_embeds=embeds, **loss_inputs)
     ((logits, loss),) = run_step(
         variant,
         [forward],
         lambda output, _: output.loss.backward(),
         take=lambda output: output,
-        keep=lambda output, _: (output.logits.detach()[0], float(output.loss.detach())),
+        keep=lambda output, each: (each.tokens_of(output.logits), float(output.loss.detach())),
     )
     found = embeds.grad[0] if gradients and embeds.grad is not None else None
     return StepResult(logits, loss, found)

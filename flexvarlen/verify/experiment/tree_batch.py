@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.reference.model import IGNORE_INDEX, Loss, weighted_loss
-from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.batch import GivenBatch, PackedBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,6 +39,7 @@ class TreeBatch:
     shift_labels: Tensor
     label_counts: Tensor
     source: str = "the caller's batch"
+    given: ClassVar[None] = None  # no attention but ours reads trees
     unit: ClassVar[str] = "segment"
     sample: ClassVar[str] = "sample"
 
@@ -115,30 +116,51 @@ class TreeBatch:
 Row = PackedBatch | TreeBatch
 """What an experiment runs on."""
 
+CACHES = ("past_key_values", "cache")
+THEIR_MARKS = ("position_ids", "attention_mask", "seq_idx", "cu_seq_lens_q")
+OF_TOKENS_OR_OURS = ("input_ids", "labels", "num_items_in_batch", "packed_layout")
+"""Arguments of a forward that a comparison makes itself, or that transformers does not read."""
+
 
 def row_from(batch: Mapping[str, Any]) -> Row:
     """A row from a forward's keyword arguments, its boundaries found as `patch_model` does.
 
     Of documents, rows are put one after another; padding is dropped, and so are labels: a
-    comparison makes its own. Of trees without `shift_labels` and `label_counts`, each token
-    predicts the next of its segment, and counts for each path that it is on. Reads the device.
+    comparison makes its own. The batch as it stands is kept for transformers' attention, unless a
+    packed_layout alone marks its documents. Of trees without `shift_labels` and `label_counts`,
+    each token predicts the next of its segment, and counts for each path that it is on. Reads the
+    device.
 
     Raises:
-        ValueError: no input_ids, boundaries that break the contract, or shift_labels without
-            label_counts.
+        ValueError: no input_ids, boundaries that break the contract, a cache, or shift_labels
+            without label_counts.
     """
     from flexvarlen.patches.isolation.documents import (  # imports transformers
         layout_of,
         units_of,
     )
 
+    for name in CACHES:
+        if batch.get(name) is not None:
+            raise ValueError(
+                f"batch must hold no {name}, got {type(batch[name]).__name__}; remove it: every "
+                "forward of a comparison starts without one."
+            )
     layout = layout_of(batch)
     ids: Tensor = batch["input_ids"].reshape(1, -1)
     if layout.segments is None:
-        pieces = [ids[0, document.tokens] for document in units_of(layout)]
-        if not pieces:
+        documents = [document.tokens for document in units_of(layout)]
+        if not documents:
             raise ValueError("batch must hold at least one document, got padding only.")
-        return PackedBatch(torch.cat(pieces)[None], tuple(len(piece) for piece in pieces))
+        real = torch.zeros_like(ids[0], dtype=torch.bool)
+        for tokens in documents:
+            real[tokens] = True
+        given = None
+        if batch.get("packed_layout") is None or any(batch.get(x) is not None for x in THEIR_MARKS):
+            others = {name: x for name, x in batch.items() if name not in OF_TOKENS_OR_OURS}
+            given = GivenBatch(others, real.view_as(batch["input_ids"]))
+        lengths = tuple(len(ids[0, tokens]) for tokens in documents)
+        return PackedBatch(ids[:, real], lengths, given=given)
     labels, counts = batch.get("shift_labels"), batch.get("label_counts")
     if (labels is None) != (counts is None):
         raise ValueError(

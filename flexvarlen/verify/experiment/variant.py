@@ -1,11 +1,11 @@
 """The variants of an experiment: one attention each, all on the same parameters.
 
 A variant's name is a backend of ours, or "transformers:" and an implementation of theirs. After an
-"@" stands where the boundaries come from, if that is not the default: for ours a `PackedLayout`
-made on the host, for transformers' position_ids, as its documentation tells users to pack. With
-position_ids ours makes its shapes for patch_model's default capacity and bound. With cu_seq_lens
-transformers' FlashAttention reads nothing back in its layers: its own fast form. "both" is
-cu_seq_lens and seq_idx, which recurrent layers need.
+"@" stands how the documents are marked, one of `FORMS`, if not by the default: for ours a
+`PackedLayout` made on the host; for transformers' what the caller's batch says, or, of a row that
+no caller made, position_ids without a cache, as transformers' documentation tells users to pack.
+With position_ids ours makes its shapes for patch_model's default capacity and bound. With
+cu_seq_lens transformers' FlashAttention reads nothing back in its layers: its own fast form.
 """
 
 from __future__ import annotations
@@ -22,17 +22,28 @@ from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.api import patch_model
 from flexvarlen.patches.parts import ModelParts
-from flexvarlen.reference.model import share
+from flexvarlen.reference.model import IGNORE_INDEX, share
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import UnknownVariant
+from flexvarlen.verify.experiment.batch import GivenBatch
+from flexvarlen.verify.experiment.inputs import ModelInputs
 from flexvarlen.verify.experiment.tree_batch import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 THEIRS = "transformers:"
-FORMS = {True: ("position_ids", "cu_seq_lens", "both"), False: ("packed_layout", "position_ids")}
-"""Where boundaries can come from, by whether the attention is transformers'; the default first."""
+FORMS = (
+    "packed_layout",
+    "position_ids",
+    "cu_seq_lens",
+    "both",
+    "default_cache",
+    "mask_of_ones",
+    "cu_seq_lens_alone",
+    "document_ids",
+)
+"""How the documents of a row can be marked; `inputs_of` says what each means."""
 
 _NOT_OURS = ("transformers", "sentence-transformers", "raw", "fixed", "unpatched")
 """Parts of the names of variants whose attention is not flexvarlen's."""
@@ -86,24 +97,35 @@ class Variant:
 
     @property
     def form(self) -> str:
-        """Where the boundaries come from."""
-        return self.name.partition("@")[2] or FORMS[self.theirs][0]
+        """How the documents are marked."""
+        return self.name.partition("@")[2] or ("position_ids" if self.theirs else "packed_layout")
 
     def layout(self, row: Row) -> PackedLayout:
         """The row's documents, in this variant's sizes."""
         return row.layout(self.sizes.capacity, self.sizes.max_seqlen_bound)
 
-    def boundaries(self, row: Row) -> dict[str, Any]:
-        """Keyword arguments of a forward that mark the row's documents; all else is left out."""
-        return boundaries_of(self.form, self.layout(row), row.samples.lengths)
+    def given(self, row: Row) -> GivenBatch | None:
+        """The caller's batch, where this variant runs it as it stands."""
+        return row.given if self.theirs and "@" not in self.name else None
 
     def inputs(self, row: Row) -> dict[str, Any]:
-        """The same; where no layout says that rows are packed, without transformers' cache.
+        """Keyword arguments of a forward on `[1, T]`, all but those of single tokens."""
+        return inputs_of(self.form, self.layout(row), row.samples.lengths)
 
-        By default it makes one in training too, and attends across the documents.
+    def forward(self, row: Row, **of_tokens: Tensor) -> ModelInputs:
+        """The packed row as a forward: the caller's batch as it stands, or `inputs`.
+
+        Args:
+            of_tokens: the other arguments, `[1, T, …]`, labels among them; or 0-d.
         """
-        found = self.boundaries(row)
-        return found if self.form == "packed_layout" else found | {"use_cache": False}
+        given = self.given(row)
+        if given is None:
+            return ModelInputs({**of_tokens, **self.inputs(row)})
+        placed = {
+            name: given.place(x, IGNORE_INDEX if name == "labels" else 0) if x.ndim else x
+            for name, x in of_tokens.items()
+        }
+        return ModelInputs({**placed, **given.inputs}, given.real)
 
     def compiled(
         self,
@@ -133,27 +155,38 @@ class Variant:
             layer.compile(backend=backend)
 
 
-def boundaries_of(form: str, layout: PackedLayout, lengths: Sequence[int]) -> dict[str, Any]:
-    """Keyword arguments of a forward that mark the documents of a row.
+def inputs_of(form: str, layout: PackedLayout, lengths: Sequence[int]) -> dict[str, Any]:
+    """Keyword arguments of a forward that mark the documents of a row, and say what of a cache.
 
     Args:
-        form: "packed_layout", "position_ids", "cu_seq_lens" (beside position_ids, as
-            DataCollatorWithFlattening makes them), "both", or "document_ids": a 2D attention_mask
-            that numbers the documents from 1.
+        form: "packed_layout"; or without a cache "position_ids", "cu_seq_lens" (beside
+            position_ids, as DataCollatorWithFlattening makes them), "both" (these and seq_idx,
+            which recurrent layers need), "mask_of_ones" (an attention_mask that hides nothing,
+            beside position_ids), "cu_seq_lens_alone" or "document_ids" (a 2D attention_mask that
+            numbers the documents from 1); or "default_cache": position_ids, and nothing of a
+            cache, which transformers makes then, also in training.
         lengths: tokens of each document.
     """
     if form == "packed_layout":
         return {"packed_layout": layout}
-    numbers = torch.arange(len(lengths), dtype=torch.int32)
-    documents = numbers.repeat_interleave(torch.tensor(lengths))[None].to(layout.device)
-    if form == "document_ids":
-        return {"attention_mask": documents + 1}
-    found: dict[str, Any] = {"position_ids": layout.position_ids()[None]}
-    if form in ("cu_seq_lens", "both"):
-        ends = torch.tensor([0, *lengths]).cumsum(0).to(layout.device, torch.int32)
-        found |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-        found |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-    return found | ({"seq_idx": documents} if form == "both" else {})
+    device = layout.device
+    positions = {"position_ids": layout.position_ids()[None]}
+    if form == "default_cache":
+        return positions
+    documents = torch.arange(len(lengths), dtype=torch.int32)
+    numbers = documents.repeat_interleave(torch.tensor(lengths))[None].to(device)
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    cu_seq_lens = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    cu_seq_lens |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    marks: dict[str, dict[str, Any]] = {
+        "position_ids": positions,
+        "cu_seq_lens": positions | cu_seq_lens,
+        "both": positions | cu_seq_lens | {"seq_idx": numbers},
+        "mask_of_ones": positions | {"attention_mask": torch.ones_like(numbers)},
+        "cu_seq_lens_alone": cu_seq_lens,
+        "document_ids": {"attention_mask": numbers + 1},
+    }
+    return marks[form] | {"use_cache": False}
 
 
 def own_backend(compiler: str, *, cuda_graphs: bool = False) -> Callable[..., Any]:
@@ -207,7 +240,7 @@ def variant_names(backends: str | Sequence[str], device: torch.device) -> list[s
     names = backends.split(",") if isinstance(backends, str) else list(backends)
     names = [our_name(name.strip()) for name in names]
     if names == ["all"]:
-        theirs = ["sdpa"]
+        theirs = ["sdpa", "sdpa@default_cache"]
         if device.type == "cuda":
             theirs += ["flex_attention", "flash_attention_2"]
             theirs += ["flash_attention_3"] if is_flash_attn_3_available() else []
@@ -228,12 +261,19 @@ def require_known(*names: str, option: str = "variant") -> None:
     for name in names:
         kind, _, form = name.partition("@")
         theirs = kind.startswith(THEIRS)
-        if form not in ("", *FORMS[theirs]) or not (theirs or kind in (*BACKENDS, "auto")):
+        known = forms_of(kind)
+        if form not in ("", *known) or not (theirs or kind in (*BACKENDS, "auto")):
             raise UnknownVariant(
                 f"{option} must be auto, a backend ({', '.join(BACKENDS)}) or "
-                f"{THEIRS}<attn_implementation>, and may end in @{' or @'.join(FORMS[theirs])}, "
+                f"{THEIRS}<attn_implementation>, and may end in @{' or @'.join(known)}, "
                 f"got {name!r}; choose one."
             )
+
+
+def forms_of(attention: str) -> list[str]:
+    """Those of `FORMS` that an attention takes."""
+    theirs = attention.startswith(THEIRS)
+    return [form for form in FORMS if not (theirs and form == "packed_layout")]
 
 
 # ---- making one ----

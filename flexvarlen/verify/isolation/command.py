@@ -13,14 +13,16 @@ from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
 from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.report.table import Column, Table
 from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.variant import THEIRS, boundaries_of, set_transformers
+from flexvarlen.verify.experiment.variant import (
+    THEIRS,
+    forms_of,
+    inputs_of,
+    set_transformers,
+)
 from flexvarlen.verify.models import build_model, parse_model
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
-
-FORMS = ("position_ids", "packed_layout", "document_ids", "cu_seq_lens")
-"""How documents are handed over, as in `boundaries_of`."""
 
 LENGTHS = (5, 70, 98, 1, 30, 52)  # the third crosses token 128, the boundary of two blocks of flex
 
@@ -31,7 +33,7 @@ class Answer:
 
     Attributes:
         attention: a backend, or "transformers:" and an implementation of theirs.
-        form: of `FORMS`.
+        form: how documents are marked, as in `inputs_of`.
         lengths: tokens of each document.
     """
 
@@ -75,10 +77,9 @@ def parse_lengths(text: str) -> tuple[int, ...]:
 
 def require_form(form: str, attention: str) -> None:
     """Check a form's name; raises a ValueError."""
-    theirs = attention.startswith(THEIRS)
-    known = [name for name in FORMS if not (theirs and name == "packed_layout")]
+    known = forms_of(attention)
     if form not in known:
-        whose = " of transformers' own attention" if theirs else ""
+        whose = " of transformers' own attention" if attention.startswith(THEIRS) else ""
         raise ValueError(
             f"form must be one of {', '.join(known)}{whose}, got {form!r}; choose one."
         )
@@ -112,7 +113,7 @@ def ask(
     model.train(train)
     vocabulary = int(model.config.get_text_config().vocab_size)
     row = PackedBatch.random(lengths, vocabulary, seed).to(device)
-    batch = {"input_ids": row.input_ids, **boundaries_of(form, row.layout(), lengths)}
+    batch = {"input_ids": row.input_ids, **inputs_of(form, row.layout(), lengths)}
     answer = (parse_model(name).label, attention, form, lengths)
     try:
         return Answer(*answer, report=verify_isolation(model, batch, seed=seed))

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import DynamicCache
 from transformers.models.auto import AutoModelForCausalLM
 
 import flexvarlen as fv
@@ -59,7 +60,7 @@ def compare_sdpa(model, **options):
 
 def test_every_backend_has_its_record(report):
     names = [record.case["variant"] for record in report.records]
-    assert names == [BASELINE, *fv.BACKENDS, "auto", "transformers:sdpa"]
+    assert names == [BASELINE, *fv.BACKENDS, "auto", "transformers:sdpa", CACHED]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU more is usable")
@@ -91,8 +92,16 @@ def test_right_backend_is_right_in_all_measures(report, name):
     assert m["tokens_per_s"] == pytest.approx(TOKENS / m["ms_p50"] * 1e3)
 
 
+CACHED = "transformers:sdpa@default_cache"
+
+
 def test_plain_transformers_with_its_default_cache_is_shown_to_leak(report):
-    m = report.record("transformers:sdpa").measures
+    assert report.verdict("transformers:sdpa") == "right"
+    assert report.sentence() == (
+        "Right, and no document leaks: reference, sdpa, flex, auto, transformers:sdpa on llama "
+        f"tiny; leaks: {CACHED} on llama tiny."
+    )
+    m = report.record(CACHED).measures
     assert m["verdict"] == "leaks"
     assert m["leaked_outputs"] == len(LENGTHS) - 1  # all but the first
     assert m["leaked_gradients"] >= m["leaked_outputs"] - 1
@@ -102,7 +111,7 @@ def test_plain_transformers_with_its_default_cache_is_shown_to_leak(report):
 
 def test_leak_names_as_many_documents_as_it_counts(report):
     """The logits of all but the first change; the first's tokens get gradients of the others."""
-    m = report.record("transformers:sdpa").measures
+    m = report.record(CACHED).measures
     numbers = {int(number) for number in re.findall(r"\d+", m["why"])}
     assert len(numbers) == m["leaked_documents"] == len(LENGTHS)
 
@@ -363,6 +372,113 @@ def test_batch_of_keyword_arguments_is_compared_by_its_boundaries(llama):
     inputs = batch.inputs() | {"labels": batch.input_ids}
     record = run_compare(llama, inputs, "sdpa", packings=0).record("sdpa")
     assert (record.case["documents"], record.measures["verdict"]) == (len(LENGTHS), "right")
+
+
+def given(form):
+    """A batch of a caller's, and what transformers' sdpa does with it."""
+    documents = [new_batch((n,)).input_ids[0].tolist() for n in LENGTHS]
+    packed = fv.PackedCollator(total_tokens=128)(documents)
+    positions, flash = packed["position_ids"], fv.PackedCollator(boundaries="cu_seq_lens")
+    ones, uncached = torch.ones_like(positions), {"use_cache": False}
+    width = max(LENGTHS)
+    batches = {
+        "collator": (packed, "right"),
+        "collator, cu_seq_lens": (flash(documents), "right"),
+        "default cache": ({k: packed[k] for k in ("input_ids", "position_ids")}, "leaks"),
+        "mask of ones": (packed | {"attention_mask": ones}, "leaks"),
+        "cu_seq_lens alone": (
+            {k: x for k, x in flash(documents).items() if k != "position_ids"},
+            "leaks",
+        ),
+        "layout alone": ({k: packed[k] for k in ("input_ids", "packed_layout")}, "right"),
+        "padded rows": (
+            uncached
+            | {
+                "input_ids": torch.tensor([x + [0] * (width - len(x)) for x in documents]),
+                "attention_mask": torch.arange(width) < torch.tensor(LENGTHS)[:, None],
+            },
+            "right",
+        ),
+        "two rows": (
+            uncached
+            | {
+                "input_ids": new_batch((48, 48)).input_ids.view(2, 48),
+                "position_ids": joined_positions(30, 1, 17, 40, 8).view(2, 48),
+            },
+            "right",
+        ),
+    }
+    return batches[form]
+
+
+def joined_positions(*lengths):
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "collator",
+        "collator, cu_seq_lens",
+        "default cache",
+        "mask of ones",
+        "cu_seq_lens alone",
+        "layout alone",
+        "padded rows",
+        "two rows",
+    ],
+)
+def test_plain_transformers_runs_all_that_a_batch_says(llama, form):
+    """Its verdict is what the unpatched model does with that very batch, called by hand."""
+    batch, expected = given(form)
+    by_hand = {k: x for k, x in batch.items() if k not in ("packed_layout", "labels")}
+    if form == "layout alone":
+        by_hand |= {"position_ids": joined_positions(*LENGTHS, 32), "use_cache": False}
+    plain = copy.deepcopy(llama).eval()
+    with torch.no_grad():
+        logits = plain(**by_hand).logits
+        kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        row, ids, error, done = logits[kept], batch["input_ids"][kept], 0.0, 0
+        for n in LENGTHS:
+            alone = plain(ids[None, done : done + n]).logits[0]
+            error = max(error, (row[done : done + n] - alone).abs().max().item())
+            done += n
+    assert (error < 1e-4) == (expected == "right"), error
+    before = {k: x.clone() for k, x in batch.items() if isinstance(x, torch.Tensor)}
+    found = run_compare(llama, batch, "sdpa,transformers:sdpa", packings=1)
+    assert found.verdict("sdpa") == "right"
+    assert found.verdict("transformers:sdpa") == expected
+    assert all(torch.equal(batch[k], x) for k, x in before.items())
+
+
+def test_forms_of_a_variant_are_named_and_leak_by_themselves(llama):
+    names = {"default_cache": "leaks", "mask_of_ones": "leaks", "cu_seq_lens_alone": "leaks"}
+    names |= {"document_ids": "leaks", "position_ids": "right", "both": "right"}
+    asked = {f"transformers:sdpa@{form}": verdict for form, verdict in names.items()}
+    batch, _ = given("collator")
+    found = run_compare(llama, batch, list(asked), packings=1, train=False)
+    assert {name: found.verdict(name) for name in asked} == asked
+
+
+def test_a_cache_in_the_batch_is_refused(llama):
+    inputs = new_batch().inputs() | {"past_key_values": DynamicCache()}
+    with pytest.raises(ValueError, match="batch must hold no past_key_values, got DynamicCache"):
+        run_compare(llama, inputs, "sdpa")
+
+
+def test_models_that_leak_are_named_apart_from_those_that_are_right(report):
+    other = [replace(r, case=r.case | {"model": "hybrid"}) for r in report.records]
+    leaks = {"verdict": "leaks"}
+    other = [
+        replace(r, measures=r.measures | leaks) if r.case["variant"] == "transformers:sdpa" else r
+        for r in other
+        if r.case["variant"] != "reference"
+    ]
+    assert Report((*report.records, *other)).sentence() == (
+        "Right, and no document leaks: reference, transformers:sdpa on llama tiny; sdpa, flex, "
+        "auto on llama tiny, hybrid; leaks: "
+        f"{CACHED} on llama tiny, hybrid; transformers:sdpa on hybrid."
+    )
 
 
 def test_unknown_backend_is_one_sentence(llama):

@@ -9,7 +9,13 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.report.figure import style_of
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.verify.experiment.batch import PackedBatch, recut
-from flexvarlen.verify.experiment.variant import Sizes, make_variant, variant_names
+from flexvarlen.verify.experiment.variant import (
+    FORMS,
+    Sizes,
+    inputs_of,
+    make_variant,
+    variant_names,
+)
 
 CPU = torch.device("cpu")
 
@@ -26,8 +32,9 @@ def test_variants_share_parameters_and_leave_the_base_alone():
     assert next(made.model.parameters()) is next(base.parameters())
     with pytest.raises(Unsupported):
         make_variant("fa2", base, Sizes.of(row_of(5, 3)))
-    with pytest.raises(ValueError, match="@cu_seq_lens"):
-        make_variant("sdpa@cu_seq_lens", base, Sizes.of(row_of(5, 3)))
+    for name in ("sdpa@cu_seqlens", "transformers:sdpa@packed_layout"):
+        with pytest.raises(ValueError, match="@cu_seq_lens or @both or @default_cache"):
+            make_variant(name, base, Sizes.of(row_of(5, 3)))
 
 
 def test_their_fast_form_gets_boundaries_made_ahead():
@@ -37,6 +44,15 @@ def test_their_fast_form_gets_boundaries_made_ahead():
     assert found["cu_seq_lens_q"].tolist() == [0, 5, 8]
     assert found["max_length_k"] == 5
     assert found["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_cache_is_left_to_the_model_only_where_the_form_says_so(form):
+    """transformers makes one by default, also in training, and attends across documents then."""
+    found = inputs_of(form, PackedLayout.from_lengths([5, 3]), [5, 3])
+    without = "use_cache" not in found
+    assert without == (form in ("default_cache", "packed_layout"))
+    assert without or found["use_cache"] is False
 
 
 def test_names_of_transformers_are_those_of_our_backends():
