@@ -142,8 +142,8 @@ def model_command(
 ) -> None:
     """Compare a model on one batch: packed with alone and padded, backends, dtypes, compiled.
 
-    A finding is a backend of flexvarlen that fails, numbers that are not finite, or a measure above
-    a limit of yours. Whether a backend is right is what flexvarlen compare says.
+    A finding is a backend of flexvarlen that fails, or is off from each document alone in float64
+    by more than the acceptance rule allows; or a measure above a limit of yours.
     """
     with one_line_errors(model_command):
         from flexvarlen.verify.compare.named_models import NamedModels

@@ -29,7 +29,7 @@ class DriftReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no backend of flexvarlen is wrong or failed; transformers' own may leak."""
+        """Whether no backend of flexvarlen is wrong or failed; transformers' own may be."""
         return not any(map(_is_finding, self.records))
 
     @property
@@ -43,21 +43,24 @@ class DriftReport:
         return found if width is None else [x.narrowed(width, DISPENSABLE) for x in found]
 
     def sentences(self) -> list[str]:
-        """A sentence for each finding, once for records that share the reason; else one a suite.
+        """All lines of the tables: findings, then what else is not "ok", then a sentence a suite.
 
-        Then one for each reason why backends could not run.
+        Records of a variant that share the reason share a sentence. Last, why backends could not
+        run at all.
         """
-        findings: dict[str, list[str]] = {}
-        for record in filter(_is_finding, self.records):
-            verb = "is wrong" if record.status == "wrong" else "failed"
-            text = f"{record.case['variant']} {verb}: {in_short(record.reason or '')}"
-            findings.setdefault(text, []).append(_case(record))
-        said = [f"{text} ({'; '.join(dict.fromkeys(at))})" for text, at in findings.items()]
-        for suite, sentence in () if findings else SENTENCES.items():
+        idle = never_ran(self.records)
+        found: dict[str, list[str]] = {}
+        for record in sorted(self.records, key=lambda r: (not _is_finding(r), r.status not in BAD)):
+            if record.status != "ok" and record not in idle:
+                verb = VERBS.get(record.status, "did not run")
+                text = f"{record.case['variant']} {verb}: {in_short(record.reason or '')}"
+                found.setdefault(text, []).append(_case(record))
+        said = [f"{text} ({'; '.join(dict.fromkeys(at))})" for text, at in found.items()]
+        for suite, sentence in SENTENCES.items():
             ran = [r for r in self.records if r.suite == suite and r.status == "ok"]
             said += [sentence(ran)] if ran else []
-        said = list(filter(None, said)) or ["Nothing was compared."]
-        return list(map(without_paths, [*said, *not_run(never_ran(self.records))]))
+        said = said or ["Nothing was compared."]
+        return list(map(without_paths, [*said, *not_run(idle)]))
 
     def broken_limits(self, limits: Sequence[Threshold]) -> list[str]:
         """A sentence for each limit that a record passes."""
@@ -88,6 +91,9 @@ def _count(records: Records) -> str:
     return f"{len(records)} comparison{'s' * (len(records) != 1)}"
 
 
+VERBS = {"wrong": "is wrong", "failed": "failed", "oom": "did not fit"}
+
+
 def _operators(ran: Records) -> str:
     found = [
         (record.measures[name], name, record)
@@ -106,16 +112,14 @@ def _operators(ran: Records) -> str:
 
 
 def _models(ran: Records) -> str:
-    ours = [record for record in ran if is_ours(record.case["variant"])]
-    if not ours:
-        return ""
-    worst = max(ours, key=lambda record: nan_last(record.measures["logits_relative"]))
-    size = worst.measures["logits_relative"]
-    if size == 0:
-        return f"{_count(ours)} of models: all logits have the same bits."
-    return (
-        f"{_count(ours)} of models: logits differ by at most {size:.1e} relative ({_name(worst)})."
-    )
+    differences = []
+    for what, name in (("logits", "logits_relative"), ("gradients", "gradient_relative")):
+        found = [(r.measures[name], r) for r in ran if r.measures.get(name) is not None]
+        if found:
+            size, worst = max(found, key=lambda one: nan_last(one[0]))
+            where = f" ({_name(worst)})" if size else ""
+            differences.append(f"{what} differ by at most {size:.1e}{where}")
+    return f"{_count(ran)} of models within the acceptance rule: relative {', '.join(differences)}."
 
 
 SENTENCES = {"drift-op": _operators, "drift-model": _models}

@@ -191,9 +191,11 @@ def _operators(records: Records) -> str:
 def _models(records: Records) -> str:
     """A line for each comparison: the range of each measure over our backends; then a leak."""
     ours = [record for record in records if is_ours(record.case["variant"])]
-    leaking = [r for r in records if r.case["variant"] == f"{THEIRS}sdpa"]
+    variants = grouped(compared(records, "packed-alone"), "variant")
     lines = {words: compared(ours, name) for words, name in MODEL_COMPARISONS.items()}
-    lines["a leak: transformers' `sdpa`, packed against alone"] = compared(leaking, "packed-alone")
+    # Records of version 0.2.0 and before have the default cache under the plain name.
+    leaking = variants.get(f"{THEIRS}sdpa@default_cache") or variants.get(f"{THEIRS}sdpa", [])
+    lines["a leak: transformers' `sdpa` with its default cache, packed against alone"] = leaking
     columns = [Column("what changes", lambda line: line[0])]
     columns += [_range(title, name) for title, name in MODEL_MEASURES.items()]
     first, names = records[0], " and ".join(grouped(records, "model"))

@@ -8,7 +8,8 @@
 | eager-compiled | the packed row compiled, against eager |
 | dtype | the packed row in low precision, against float32 with the same weights |
 
-Of a row of trees, the samples take the documents' place.
+Of a row of trees, the samples take the documents' place. Both runs of a comparison are held against
+each document alone in fp64, by the acceptance rule: what differs more than rounding is "wrong".
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import records_of
 from flexvarlen.runner.suite import Finding, Findings, GivenCases, Options, checked_names
+from flexvarlen.verify.compare.accuracy import describe, is_whole, reference_of
 from flexvarlen.verify.compare.differences import run_measures, why_not_finite
 from flexvarlen.verify.compare.model_run import ModelRun, run_model
 from flexvarlen.verify.corpus import row_of
+from flexvarlen.verify.experiment.alone import Alone
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.measure import LIMITS
 from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
@@ -104,19 +107,35 @@ class ModelDrift(GivenCases[ModelCase]):
         from flexvarlen.patches import unpatch_model
 
         model, row = case.load()
-        base = without_router_loss(unpatch_model(own_parameters(model, model.dtype)))
+        dtype = model.dtype
+        if case.comparison == "dtype" and dtype.itemsize >= 4:
+            dtype = torch.bfloat16
+        base = without_router_loss(unpatch_model(own_parameters(model, dtype)))
+        reference = reference_of(base, row, train=case.train, seed=case.seed).of_samples()
+        pairs = _Pairs(case, base, row, options.compiler)
 
         def compare(backend: str) -> Finding:
             try:
-                found, other, about = _Pairs(case, base, row, options.compiler).runs(backend)
+                found, other, about = pairs.runs(backend)
             finally:
                 base.zero_grad(set_to_none=True)
             measures = run_measures(found, other, row) | about
             measures |= {"documents": len(row.samples.lengths), "source": row.source}
-            reason = why_not_finite(found, other)
+            measures["reference"] = describe(reference)
+            reason = why_not_finite(found, other) or _why_wrong(reference, found, other)
             return Finding(backend, "wrong" if reason else "ok", reason, measures)
 
         return measure_each(case.name, variants, compare, options.device)
+
+
+def _why_wrong(reference: Alone, found: ModelRun, other: ModelRun) -> str | None:
+    """The acceptance rule; loss and gradients, which are of all documents, if those are checked."""
+    for run, who in ((found, ""), (other, "what it is compared with: ")):
+        whole = (run.loss, run.gradients) if is_whole(reference) else ()
+        reason = reference.why_wrong(reference.errors(run.logits, *whole))
+        if reason is not None:
+            return f"{who}{reason}"
+    return None
 
 
 def model_drift(
@@ -218,10 +237,8 @@ class _Pairs:
 
         Where a backend has no float32, the other run is that of `sdpa`.
         """
-        is_half = self.base.dtype.itemsize < 4
-        low = self.base if is_half else own_parameters(self.base, torch.bfloat16)
-        found = run_model(self._variant(backend, low), self.row)
-        wide = own_parameters(low, torch.float32)
+        found = run_model(self._variant(backend, self.base), self.row)
+        wide = own_parameters(self.base, torch.float32)
         try:
             variant = self._variant(backend, wide)
         except Unsupported:

@@ -71,11 +71,42 @@ def test_finding_passes_or_is_repeated(status):
     bad = [op_record("fa3", c, status, "out: too far.", name=n) for c in "ab" for n in "xy"]
     report = DriftReport((*OPS, *bad))
     assert not report.passed
-    sentence, _ = report.sentences()
+    sentence, others, _ = report.sentences()
+    assert others.startswith("3 comparisons of attention")
     assert sentence.startswith("fa3 is wrong" if status == "wrong" else "fa3 failed")
     assert sentence.count("out: too far.") == 1
     assert sentence.endswith("(x, bfloat16, a; y, bfloat16, a; x, bfloat16, b; y, bfloat16, b)")
     assert report.tables()[0].bad == {0}
+
+
+LINES = {
+    "flex": model_record("flex", status="wrong", reason="logits: too far."),
+    "transformers:sdpa": model_record(
+        "transformers:sdpa@default_cache", status="wrong", reason="logits: too far."
+    ),
+    "fa2": model_record("fa2", "dtype", "oom", "no room"),
+    "fa3": model_record("fa3", "dtype", "unsupported", "no such head_dim"),
+    "fa3 elsewhere": model_record("fa3"),
+    "transformers:eager": model_record("transformers:eager", logits_relative=0.4),
+    "gradients": model_record("sdpa", gradient_relative=0.7),
+}
+
+
+def test_sentences_cover_every_line_of_the_table():
+    """Also what transformers' own attention does, and what did not fit or run."""
+    report = DriftReport(tuple(LINES.values()))
+    assert not report.passed
+    (table,) = report.tables()
+    assert len(table.lines) == len(LINES)
+    assert report.sentences() == [
+        "flex is wrong: logits: too far. (m, bfloat16, packed-alone)",
+        "transformers:sdpa@default_cache is wrong: logits: too far. (m, bfloat16, packed-alone)",
+        "fa2 did not fit: no room (m, bfloat16, dtype)",
+        "fa3 did not run: no such head_dim (m, bfloat16, dtype)",
+        "3 comparisons of models within the acceptance rule: relative logits differ by at most "
+        "4.0e-01 (transformers:eager: m, bfloat16, packed-alone), gradients differ by at most "
+        "7.0e-01 (sdpa: m, bfloat16, packed-alone).",
+    ]
 
 
 def test_leak_of_transformers_own_fails():
@@ -104,8 +135,8 @@ def test_models_have_a_table_a_dtype_and_a_sentence():
     ]
     assert "float32" in second.title
     assert report.sentences() == [
-        "3 comparisons of models: logits differ by at most 2.0e-02 relative "
-        "(flex: m, bfloat16, packed-alone)."
+        "3 comparisons of models within the acceptance rule: relative logits differ by at most "
+        "2.0e-02 (flex: m, bfloat16, packed-alone)."
     ]
 
 
@@ -123,12 +154,14 @@ def test_report_has_a_path_of_the_machine(tmp_path):
 
 
 def test_page_table_is_the_range_over_our_backends():
-    leak = model_record("transformers:sdpa", logits_relative=1.3)
-    records = [model_record("sdpa", logits_relative=0.0), model_record("flex"), leak]
+    leak = model_record("transformers:sdpa@default_cache", logits_relative=1.3)
+    leak = (leak, model_record("transformers:sdpa", logits_relative=0.002))
+    records = [model_record("sdpa", logits_relative=0.0), model_record("flex"), *leak]
     text = section(records)
     assert "a packed row of 8,192 tokens in 10 documents" in text
     assert "| packed against each document alone | 0 to 0.01 |" in text
-    assert "| a leak: transformers' `sdpa`, packed against alone | 1.3 |" in text
+    line = "| a leak: transformers' `sdpa` with its default cache, packed against alone | 1.3 |"
+    assert line in text
     assert "| `fa3` | 0.40 | 0 |" in section(OPS)
 
 

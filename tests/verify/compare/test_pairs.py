@@ -25,7 +25,7 @@ from flexvarlen.verify.compare.pairs import COMPARISONS, ModelDrift, cases_of, m
 from flexvarlen.verify.experiment.tree_batch import row_from
 from flexvarlen.verify.experiment.variant import Sizes, make_variant
 from flexvarlen.verify.models import build_model
-from tests.planted import ignore_branches
+from tests.planted import ignore_branches, plant
 from tests.verify.planted import LENGTHS, TOKENS, KernelError, new_batch
 
 
@@ -38,9 +38,9 @@ def drift(model, backends="sdpa", comparisons=("packed-alone",), **options):
     return model_drift(model, new_batch(), backends, comparisons=comparisons, **options)
 
 
-def measures_of(records):
+def measures_of(records, status="ok"):
     (record,) = records
-    assert record.status == "ok", record.reason
+    assert record.status == status, record.reason
     return record.measures
 
 
@@ -173,8 +173,12 @@ def test_identical_runs_differ(llama):
 
 
 def test_leak_looks_like_rounding(llama):
+    right = drift(llama, "transformers:sdpa", ["packed-alone", "packed-padded", "dtype"])
+    assert [record.status for record in right] == ["ok"] * 3
+    assert max(record.measures["logits_relative"] for record in right[:2]) < 1e-5
     cached = "transformers:sdpa@default_cache"
     for record in drift(llama, cached, ["packed-alone", "packed-padded"]):
+        assert (record.status, record.reason[:7]) == ("wrong", "logits:")
         measures = record.measures
         assert (measures["first_layer"], measures["first_part"]) == (0, "block 0")
         assert min(measures["logits_relative"], measures["kl_mean"]) > 0.1
@@ -199,7 +203,7 @@ def test_bug_in_one_layer_is_seen_in_another():
     model, _ = build_model("llama@3")
     model.double()  # rounding must not move the layers before it by much
     model.model.layers[1].register_forward_hook(Wrong())
-    measures = measures_of(drift(model, train=False))
+    measures = measures_of(drift(model, train=False), "wrong")
     sizes = measures["layers_relative"]
     assert max(sizes[:2]) < 1e-13 < 1e-3 < min(sizes[2:])
     worst = max(range(len(LENGTHS)), key=measures["documents_relative"].__getitem__)
@@ -218,7 +222,7 @@ def test_bug_of_the_compiled_model_is_not_seen():
 
     model, _ = build_model("llama@3")
     model.model.layers[1].mlp = Compiled(model.model.layers[1].mlp)
-    measures = measures_of(drift(model, comparisons=["eager-compiled"], train=False))
+    measures = measures_of(drift(model, comparisons=["eager-compiled"], train=False), "wrong")
     assert (measures["first_layer"], measures["first_part"]) == (1, "block 1")
     assert measures["compiler"] == "aot_eager"
 
@@ -263,6 +267,16 @@ def test_what_breaks_ends_the_run(llama, monkeypatch, kind):
     first, second = drift(llama, comparisons=["packed-alone", "packed-padded"], train=False)
     assert (first.status, first.reason) == ("failed", f"{kind.__name__}: the kernel broke")
     assert second.status == "ok"
+
+
+def test_wrong_gradient_alone_is_ok(llama, monkeypatch):
+    def change(attend, q, k, *rest):
+        return attend(q, k + (k - k.detach()) * 1e-3, *rest)  # the same value, a larger gradient
+
+    plant(monkeypatch, change)
+    (record,) = drift(llama, comparisons=["backend-backend"])
+    assert record.status == "wrong"
+    assert record.reason.startswith("the gradient of")
 
 
 def test_nan_everywhere_is_right():
@@ -325,7 +339,7 @@ def test_every_comparison_takes_trees_and_transformers_own_takes_none(llama):
 
 def test_kernel_that_ignores_branches_looks_like_rounding(llama, monkeypatch):
     ignore_branches(monkeypatch)
-    measures = measures_of(tree_drift(llama, "reference"))
+    measures = measures_of(tree_drift(llama, "reference"), "wrong")
     first, *others, alone = measures["documents_relative"]
     assert max(first, alone) < 1e-5  # no branch stands before these
     assert min(others) > 0.1
