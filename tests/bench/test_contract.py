@@ -104,11 +104,11 @@ def test_versions_of_transformers_have_records_in_one_file_and_columns_of_their_
     lines = {form: dict(zip(front.header[1:], cells, strict=True)) for form, *cells in front.lines}
     dense = "dense models, `eager`, `sdpa`"
     assert lines["two packed rows"][dense] == (
-        f"5.0.0: **leaks** (Llama); right (Qwen3); {here}: right"
+        f"**leaks**; right (Qwen3 5.0.0, Llama {here}, Qwen3 {here})"
     )
     assert lines["2D mask of document ids"] == {dense: "**leaks**", "flexvarlen": "right"}
     assert "left padding" not in lines
-    assert f"in {len(FORMS) - len(RIGHT_IN_PLAIN) + 1} (dense models" in front.title
+    assert f"{len(FORMS) - len(RIGHT_IN_PLAIN) + 1} with {dense}; 0 with flex" in front.title
 
 
 def test_a_kernel_that_measured_nothing_has_no_column_and_one_of_one_version_says_so(records):
@@ -119,7 +119,7 @@ def test_a_kernel_that_measured_nothing_has_no_column_and_one_of_one_version_say
         for r in of(records, "transformers:flash_attention_2")
     ]
     flash = [replace(r, measures={"error": 1.0, "leaks": 0}) for r in flash]
-    assert "0 (dense models, FA2, 5.0.0 alone)" in leaks.front_table([*records, *flash]).title
+    assert "0 with dense models, FA2 (5.0.0 alone)" in leaks.front_table([*records, *flash]).title
 
 
 @pytest.mark.parametrize("model", leaks.HYBRID)

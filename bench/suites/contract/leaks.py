@@ -10,12 +10,13 @@ import transformers
 from flexvarlen.bench.suites.contract.forms import Forms, FormsCase
 from flexvarlen.reference.acceptance import largest
 from flexvarlen.report.records import Record, by_machine, commits_of, grouped, ran_on
-from flexvarlen.report.table import Column, Notes, Table
+from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Options
 
 HYBRID = ("qwen3_5_text", "lfm2", "granitemoehybrid")
 """Models with a gated delta rule, with short convolutions, and with Mamba-2."""
-NAMES = {"qwen3_5_text": "Qwen3.5", "lfm2": "LFM2", "granitemoehybrid": "Granite 4"}
+NAMES = dict(zip(HYBRID, ("Qwen3.5", "LFM2", "Granite 4"), strict=True))
+NAMES |= {"llama": "Llama", "qwen3": "Qwen3"}
 WORDS = {"ok": "right", "wrong": "**wrong**", "unsupported": "raises"}
 WITHOUT_PACKING = ("right padding", "left padding")
 
@@ -70,17 +71,17 @@ def front_table(records: Sequence[Record]) -> Table:
         library, name = _implementation(record)
         theirs = "hybrid models" if _is_hybrid(record) else f"dense models,{name}"
         columns.setdefault(library if _is_ours(record) else theirs, []).append(record)
-    every, forms, counts, made = _versions(shown), grouped(shown, "pass"), [], []
+    counts = []
     for name, own in columns.items():
-        by_form, versions = grouped(own, "pass"), _versions(own)
-        leaking = sum(any(r.measures.get("leaks") for r in x) for x in by_form.values())
-        made.append(Column(name, _verdict_of(by_form)))
-        only = "" if versions == every else f", {versions} alone"
-        counts.append(f"{leaking} ({name}{only})")
+        leaking = len({r.case["pass"] for r in own if r.measures.get("leaks")})
+        only = "" if _versions(own) == _versions(shown) else f" ({_versions(own)} alone)"
+        counts.append(f"{leaking} with {name}{only}")
+    forms = grouped(shown, "pass")
     title = (
-        f"Of {len(forms)} forms of a packed batch, documents leak without a warning under "
-        f"transformers {every}, in {', '.join(counts)}"
+        f"In how many of {len(forms)} forms of a packed batch documents leak, without a warning, "
+        f"under transformers {_versions(shown)}: {'; '.join(counts)}"
     )
+    made = [Column(name, _verdict_of(grouped(own, "pass"))) for name, own in columns.items()]
     return Table.of(forms, [Column("packed batch", str), *made], title)
 
 
@@ -172,26 +173,16 @@ def _leak_of(groups: Mapping[str, Sequence[Record]], notes: Notes) -> Callable[[
 
 
 def _verdict_of(groups: Mapping[str, Sequence[Record]]) -> Callable[[str], str]:
-    """In words, where versions differ of each."""
-
-    def of(records: Sequence[Record]) -> str:
-        words: dict[str, dict[str, None]] = {}
-        for r in records:
-            word = "**leaks**" if r.measures.get("leaks") else WORDS.get(r.status, r.status)
-            model = r.case["model"]
-            words.setdefault(word, {})[NAMES.get(model, model.capitalize())] = None
-        if len(words) == 1:
-            return next(iter(words))
-        return "; ".join(f"{word} ({', '.join(models)})" for word, models in words.items())
+    """The worst in a word; what else there is, with its models and versions."""
 
     def cell(form: str) -> str:
-        versions: dict[str, list[Record]] = {}
-        for record in groups.get(form, ()):
-            versions.setdefault(_version(record), []).append(record)
-        said = {version: of(own) for version, own in versions.items()}
-        if len(set(said.values())) == 1:
-            return next(iter(said.values()))
-        return "; ".join(f"{version}: {words}" for version, words in said.items())
+        words: dict[str, list[str]] = {}
+        for r in groups.get(form, ()):
+            word = "**leaks**" if r.measures.get("leaks") else WORDS.get(r.status, r.status)
+            words.setdefault(word, []).append(f"{NAMES[r.case['model']]} {_version(r)}")
+        worst, *others = sorted(words) or [NOTHING]
+        others = [f"{word} ({', '.join(dict.fromkeys(words[word]))})" for word in others]
+        return "; ".join([worst, *others])
 
     return cell
 
