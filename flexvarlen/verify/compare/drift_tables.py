@@ -11,7 +11,8 @@ from typing import Any
 from flexvarlen.reference.acceptance import largest
 from flexvarlen.report.records import Record, by_machine, commits_of, grouped, in_short, ran_on
 from flexvarlen.report.table import NOTHING, Column, Notes, Table, number, share
-from flexvarlen.verify.experiment.variant import THEIRS, is_ours
+from flexvarlen.verify.experiment.marks import THEIRS
+from flexvarlen.verify.experiment.variant import is_ours
 
 Records = Sequence[Record]
 

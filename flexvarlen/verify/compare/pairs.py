@@ -32,15 +32,10 @@ from flexvarlen.verify.compare.model_run import ModelRun, run_model
 from flexvarlen.verify.corpus import row_of
 from flexvarlen.verify.experiment.alone import Alone
 from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.marks import THEIRS
 from flexvarlen.verify.experiment.measure import LIMITS
 from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
-from flexvarlen.verify.experiment.variant import (
-    THEIRS,
-    Sizes,
-    Variant,
-    make_variant,
-    variant_names,
-)
+from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant, variant_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,7 +4,7 @@
 |---|---|
 | `batch.py`, `tree_batch.py` | the documents of a row, or the trees |
 | `inputs.py` | the same documents as forwards: packed, padded, one at a time |
-| `variant.py` | a model with one attention, and how it is given the documents |
+| `variant.py`, `marks.py` | a model with one attention, and how it is given the documents |
 | `alone.py` | each document alone: the reference, and the errors of the baseline |
 | `step.py` | forward, loss and backward |
 | `experiment.py` | `Experiment`: all of it; a variant's first step, checked |

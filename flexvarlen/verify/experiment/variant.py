@@ -27,23 +27,11 @@ from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import UnknownVariant
 from flexvarlen.verify.experiment.batch import GivenBatch
 from flexvarlen.verify.experiment.inputs import ModelInputs
+from flexvarlen.verify.experiment.marks import THEIRS, forms_of, inputs_of
 from flexvarlen.verify.experiment.tree_batch import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-THEIRS = "transformers:"
-FORMS = (
-    "packed_layout",
-    "position_ids",
-    "cu_seq_lens",
-    "both",
-    "default_cache",
-    "mask_of_ones",
-    "cu_seq_lens_alone",
-    "document_ids",
-)
-"""How the documents of a row can be marked; `inputs_of` says what each means."""
 
 _NOT_OURS = ("transformers", "sentence-transformers", "raw", "fixed", "unpatched")
 """Parts of the names of variants whose attention is not flexvarlen's."""
@@ -155,40 +143,6 @@ class Variant:
             layer.compile(backend=backend)
 
 
-def inputs_of(form: str, layout: PackedLayout, lengths: Sequence[int]) -> dict[str, Any]:
-    """Keyword arguments of a forward that mark the documents of a row, and say what of a cache.
-
-    Args:
-        form: "packed_layout"; or without a cache "position_ids", "cu_seq_lens" (beside
-            position_ids, as DataCollatorWithFlattening makes them), "both" (these and seq_idx,
-            which recurrent layers need), "mask_of_ones" (an attention_mask that hides nothing,
-            beside position_ids), "cu_seq_lens_alone" or "document_ids" (a 2D attention_mask that
-            numbers the documents from 1); or "default_cache": position_ids, and nothing of a
-            cache, which transformers makes then, also in training.
-        lengths: tokens of each document.
-    """
-    if form == "packed_layout":
-        return {"packed_layout": layout}
-    device = layout.device
-    positions = {"position_ids": layout.position_ids()[None]}
-    if form == "default_cache":
-        return positions
-    documents = torch.arange(len(lengths), dtype=torch.int32)
-    numbers = documents.repeat_interleave(torch.tensor(lengths))[None].to(device)
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-    cu_seq_lens = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-    cu_seq_lens |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-    marks: dict[str, dict[str, Any]] = {
-        "position_ids": positions,
-        "cu_seq_lens": positions | cu_seq_lens,
-        "both": positions | cu_seq_lens | {"seq_idx": numbers},
-        "mask_of_ones": positions | {"attention_mask": torch.ones_like(numbers)},
-        "cu_seq_lens_alone": cu_seq_lens,
-        "document_ids": {"attention_mask": numbers + 1},
-    }
-    return marks[form] | {"use_cache": False}
-
-
 def own_backend(compiler: str, *, cuda_graphs: bool = False) -> Callable[..., Any]:
     """A backend of torch.compile that is an object of its own.
 
@@ -268,12 +222,6 @@ def require_known(*names: str, option: str = "variant") -> None:
                 f"{THEIRS}<attn_implementation>, and may end in @{' or @'.join(known)}, "
                 f"got {name!r}; choose one."
             )
-
-
-def forms_of(attention: str) -> list[str]:
-    """Those of `FORMS` that an attention takes."""
-    theirs = attention.startswith(THEIRS)
-    return [form for form in FORMS if not (theirs and form == "packed_layout")]
 
 
 # ---- making one ----
