@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import transformers
 
 from flexvarlen.bench.suites.contract.forms import Forms, FormsCase
 from flexvarlen.reference.acceptance import largest
-from flexvarlen.report.records import Record, by_machine, commits_of, grouped, ran_on
+from flexvarlen.report.records import Record, commits_of, grouped, ran_on
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Options
+from flexvarlen.verify.experiment.variant import is_ours
 
 HYBRID = ("qwen3_5_text", "lfm2", "granitemoehybrid")
 """Models with a gated delta rule, with short convolutions, and with Mamba-2."""
@@ -87,11 +89,9 @@ def front_table(records: Sequence[Record]) -> Table:
 
 def _runs(records: Sequence[Record]) -> list[list[Record]]:
     """The records of each machine and version of transformers."""
-    found: dict[str, list[Record]] = {}
-    for own in by_machine(records):
-        for record in own:
-            key = f"{record.environment.get('gpu')} {_version(record)}"
-            found.setdefault(key, []).append(record)
+    found: dict[tuple[Any, str], list[Record]] = {}
+    for record in records:
+        found.setdefault((record.environment.get("gpu"), _version(record)), []).append(record)
     return list(found.values())
 
 
@@ -119,7 +119,7 @@ def _is_hybrid(record: Record) -> bool:
 
 
 def _is_ours(record: Record) -> bool:
-    return str(record.case["variant"]).startswith("flexvarlen:")
+    return is_ours(record.case["variant"])
 
 
 def _implementation(record: Record) -> tuple[str, str]:

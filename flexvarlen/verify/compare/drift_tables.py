@@ -194,7 +194,7 @@ def _models(records: Records) -> str:
     ours = [record for record in records if is_ours(record.case["variant"])]
     variants = grouped(compared(records, "packed-alone"), "variant")
     lines = {words: compared(ours, name) for words, name in MODEL_COMPARISONS.items()}
-    # Records of version 0.2.0 and before have the default cache under the plain name.
+    # In records where none has that name, those of the plain name ran with the default cache.
     leaking = variants.get(f"{THEIRS}sdpa@default_cache") or variants.get(f"{THEIRS}sdpa", [])
     lines["a leak: transformers' `sdpa` with its default cache, packed against alone"] = leaking
     columns = [Column("what changes", lambda line: line[0])]
