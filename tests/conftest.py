@@ -19,6 +19,9 @@ os.environ.setdefault("OMP_NUM_THREADS", str(_threads))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve other workers
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(_threads))
 
+# A child process that dies in C says where, in the output that its test shows.
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+
 # Nothing that a test compiles is kept for the next run.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
 
@@ -55,9 +58,10 @@ from tests.pairwise import sampled  # noqa: E402
 torch.set_num_threads(_threads)
 use_fla_configs_on_hopper()
 
-# The first example of a test may import or compile: a deadline would fail on that alone.
-hypothesis.settings.register_profile("dev", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+# The first example of a test may import or compile: a deadline would fail on that alone. The blob
+# finds an example again in another checkout, which has not kept it.
+hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("dev"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,14 +79,25 @@ def test_a_rank_that_fails_is_reported():
     assert "without a finding" in scaling_ranks._error_of("")
 
 
+class LimitedOnceRanksRun(subprocess.Popen):
+    """The limit is over when both ranks run, however long they take to start."""
+
+    def communicate(self, input=None, timeout=None):
+        while timeout and len([*Path(os.environ["RANKS"]).iterdir()]) < 2:
+            assert self.poll() is None, super().communicate()
+            time.sleep(0.1)
+        return super().communicate(input, timeout)
+
+
 def test_ranks_live_on_after_the_limit(monkeypatch, tmp_path):
     child = "import os, pathlib, time\npathlib.Path(os.environ['RANKS'], str(os.getpid())).touch()"
-    (tmp_path / "sleeping_rank.py").write_text(f"{child}\ntime.sleep(60)")
+    (tmp_path / "sleeping_rank.py").write_text(f"{child}\ntime.sleep(600)")
     (tmp_path / "ranks").mkdir()
     monkeypatch.setenv("RANKS", str(tmp_path / "ranks"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(scaling_ranks, "CHILD", "sleeping_rank")
-    monkeypatch.setattr(scaling_ranks, "LIMIT_S", 15.0)
+    monkeypatch.setattr(scaling_ranks, "LIMIT_S", 0.5)
+    monkeypatch.setattr(subprocess, "Popen", LimitedOnceRanksRun)
     with pytest.raises(subprocess.TimeoutExpired):
         scaling_ranks.launch(CASES["sequence-2-one"], "sequence", CPU)
     ranks = [int(path.name) for path in (tmp_path / "ranks").iterdir()]

@@ -107,7 +107,6 @@ def two_ranks(folder, *, dies=0, **options):
         env=os.environ | own | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=200,
     )
     assert (done.returncode == 0) is (dies == 0), done.stderr[-3000:]
     return documents_of(notes, 2), log_of(options["out"])

@@ -6,39 +6,32 @@ Their loaders count epochs by themselves, hand the number on or do not, and look
 from __future__ import annotations
 
 import pytest
-import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from flexvarlen.packing import BalancedSampler
-from tests.packing.sampler_ranks import CASES, OF_RANKS, made_by, run
-from tests.two_processes import WORLD, start
+from tests.packing.sampler_ranks import CASES, OF_RANKS, made_by
+from tests.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """What each case made in each of two processes: one start for all."""
-    folder = tmp_path_factory.mktemp("ranks")
-    start(run, folder)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+def ranks():
+    with Ranks() as ranks:
+        yield ranks
 
 
-def check(case, result):
-    assert "failed" not in result, (case, result["failed"])
-    assert result["got"] == result["expected"], case
-
-
-def test_rows_of_two_processes(made):
-    for result in made:
-        for case in OF_RANKS:
-            check(case, result.get(case, {"failed": "not run, as a case before it failed"}))
+@pytest.mark.parametrize("case", OF_RANKS)
+def test_rows_of_two_processes(ranks, case):
+    for got, expected in ranks.run(made_by, case):
+        assert got == expected
 
 
 @pytest.mark.usefixtures("_accelerate_as_it_was")
 @pytest.mark.parametrize("case", [x for x in CASES if x.endswith(("-dealt", "-workers"))])
 def test_rows_of_one_process(case):
     """Other loaders and Trainer: in two processes."""
-    check(case, made_by(case))
+    got, expected = made_by(case)
+    assert got == expected
 
 
 @pytest.mark.usefixtures("_accelerate_as_it_was")

@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.packing.trainer_ranks import RUNS, STOPS, dataset_of, examples, run, trained
-from tests.two_processes import start
+from tests.packing.trainer_ranks import RUNS, STOPS, dataset_of, examples, resumed, saved, trained
+from tests.ranks import Ranks
 
 EXAMPLES = sorted(examples())
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """STEPs of two processes: of each run, and of those that were resumed."""
+    """STEPs of two processes, by the run, which leaves its checkpoints, or by one from these."""
     folder = tmp_path_factory.mktemp("ranks")
-    start(run, folder)
-    return torch.load(folder / "made.pt", weights_only=False)
+    with Ranks() as ranks:
+        yield lambda name, case=saved: ranks.run(case, name, str(folder / name))[0]
 
 
 @pytest.mark.usefixtures("_accelerate_as_it_was")
 @pytest.mark.parametrize("name", RUNS)
 def test_steps_are_those_of_one_process(made, name, tmp_path):
-    steps, alone = made[0][name], trained(name, str(tmp_path))
+    steps, alone = made(name), trained(name, str(tmp_path))
     assert len(steps) == len(alone) > 2
     for number, ((ranks, loss), ((documents,), expected)) in enumerate(
         zip(steps, alone, strict=True)
@@ -33,7 +33,7 @@ def test_steps_are_those_of_one_process(made, name, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in RUNS if not name.startswith("stream")])
 def test_an_epoch_has_each_document_once(made, name):
-    steps = made[0][name]
+    steps = made(name)
     half = len(steps) // 2
     assert half * 4 == len(dataset_of(name))
     for epoch in steps[:half], steps[half:]:
@@ -49,14 +49,15 @@ def imbalance(steps):
 
 
 def test_ranks_have_equal_work(made):
-    balanced = imbalance(made[0]["balanced"])
+    balanced = imbalance(made("balanced"))
     assert balanced < 1.1
-    assert imbalance(made[0]["random"]) - 1 > 2 * (balanced - 1)
-    assert imbalance(made[0]["balanced-dispatched"]) == balanced
+    assert imbalance(made("random")) - 1 > 2 * (balanced - 1)
+    assert imbalance(made("balanced-dispatched")) == balanced
 
 
 @pytest.mark.parametrize("name", STOPS)
 def test_resumed_steps_are_those_of_a_run_that_was_not_stopped(made, name):
-    steps = made[1][name]
+    whole = made(name)
+    steps = made(name, resumed)
     assert len(steps) > 1
-    assert steps == made[0][name][STOPS[name] :]
+    assert steps == whole[STOPS[name] :]

@@ -6,11 +6,9 @@ Four rows are a step, of one process or of both.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate.state import AcceleratorState, GradientState
 from transformers import Trainer, TrainingArguments
 
@@ -18,7 +16,6 @@ import flexvarlen as fv
 from tests.contract_training import settings
 from tests.packing.sampler_ranks import of_all_ranks, world
 from tests.tiny_models import VOCABULARY, new_model
-from tests.two_processes import meet
 
 TOKENS, ROWS_PER_STEP = 64, 4
 ORDERED = {"train_sampling_strategy": "sequential"}
@@ -85,14 +82,11 @@ def trained(run: str, folder: str, checkpoint: str | None = None, **changes: Any
     ]
 
 
-def run(rank: int, port: int, folder: str) -> None:
-    """All of it, as one of two processes."""
-    meet(rank, port, timeout_s=60)
-    made, again = {}, {}
-    for name in RUNS:
-        stop, of_run = STOPS.get(name, 5), f"{folder}/{name}"
-        made[name] = trained(name, of_run, save_strategy="steps", save_steps=stop)
-        if name in STOPS:
-            again[name] = trained(name, of_run, f"{of_run}/checkpoint-{stop}")
-    if rank == 0:
-        torch.save((made, again), Path(folder) / "made.pt")
+def saved(name: str, folder: str) -> Steps:
+    """As `trained`, with checkpoints."""
+    return trained(name, folder, save_strategy="steps", save_steps=STOPS.get(name, 5))
+
+
+def resumed(name: str, folder: str) -> Steps:
+    """From a checkpoint of `saved`."""
+    return trained(name, folder, f"{folder}/checkpoint-{STOPS[name]}")

@@ -1,11 +1,11 @@
-"""What a rank of test_documents.py does: every case, its share of outputs and gradients saved."""
+"""What a rank of test_documents.py does: its share of outputs and gradients."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,13 +22,12 @@ from flexvarlen.parallel.key_exchange import KeyExchange
 from flexvarlen.parallel.pieces import Piece
 from flexvarlen.parallel.plan import RowPlan, plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
-from tests.parallel.documents_refusals import refusals
 from tests.parallel.documents_rows import ROWS, TOKENS, TREES, batch_of, tree_samples
 from tests.tiny_models import config_of, new_model
 
 WORLD = 8
 GROUPS = {2: (6, 7), 3: (1, 2, 3), 4: (0, 2, 4, 6), 8: tuple(range(8))}
-"""The processes of the world that share a row, by their number: one start for all cases."""
+"""The processes of the world that share a row, by their number."""
 
 
 @dataclass(frozen=True)
@@ -250,9 +249,13 @@ HYBRIDS = (
 )
 
 
-EQUAL_BOUNDS: dict[str, tuple[tuple[int, ...], ...]] = {
-    "documents": ((100, 1, 19), (98, 3, 19), (101, 2, 17)),
-    "contiguous": ((100, 1, 19), (1, 100, 1, 18)),  # another last slot on the first rank
+EQUAL_BOUNDS = ((100, 1, 19), (98, 3, 19), (101, 2, 17))
+LAST_SLOTS = ((100, 1, 19), (1, 100, 1, 18))  # which differ on the first rank
+COMPILED: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
+    "documents": ("llama", EQUAL_BOUNDS),
+    "contiguous": ("lfm2", LAST_SLOTS),
+    "encoder": ("modernbert", EQUAL_BOUNDS),
+    "trees": ("llama", ()),
 }
 LAYERS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 1},
@@ -261,8 +264,11 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 
 
-def graphs(group: Any, kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def graphs(name: str, group: Any) -> dict[str, Any]:
     """How often a model is compiled for rows of equal bounds, and whether its losses are right."""
+    kind, lengths = COMPILED[name]
+    trees = [TREES(tree_samples(seed)[seed:]) for seed in range(3)]
+    rows = [batch_of(row) for row in lengths] or trees
     torch._dynamo.reset()
     counters.clear()
     model = Model("compiled", kind, 2, "", LAYERS[kind])
@@ -289,29 +295,13 @@ def rounded_once(group: Any) -> torch.Tensor:
     return found[:2]
 
 
-def run(rank: int, folder: str) -> None:
-    """Every case of the groups that this process is in."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD
-    )
-    found: dict[Any, Any] = {}
-    for ranks, members in GROUPS.items():
-        group = dist.new_group(members)
-        if rank in members:
-            cases = [case for case in (*CALLS, *MODELS, *HYBRIDS) if case.ranks == ranks]
-            found |= {case.name: case.share(group) for case in cases}
-            if ranks == 2:
-                documents, contiguous = (list(map(batch_of, x)) for x in EQUAL_BOUNDS.values())
-                trees = [TREES(tree_samples(seed)[seed:]) for seed in range(3)]
-                found["graphs"] = {
-                    "documents": graphs(group, "llama", documents),
-                    "contiguous": graphs(group, "lfm2", contiguous),
-                    "encoder": graphs(group, "modernbert", documents),
-                    "trees": graphs(group, "llama", trees),
-                }
-                found["embedded"] = embedded(group)
-                found["failed_refusals"] = refusals(group)
-                found["rounded_once"] = rounded_once(group)
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    os._exit(0)  # without destructors, as in two_processes.py
+@cache
+def groups() -> dict[int, Any]:
+    """By their number of ranks: made by all processes, in one order."""
+    return {ranks: dist.new_group(members) for ranks, members in GROUPS.items()}
+
+
+def in_group(ranks: int, call: Callable[..., Any], *arguments: Any) -> Any:
+    """What `call(*arguments, group)` returns on this rank of the group; None on others."""
+    group = groups()[ranks]
+    return call(*arguments, group) if dist.get_rank() in GROUPS[ranks] else None

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import flexvarlen as fv
 from tests.parallel.documents_ranks import (
     CALLS,
+    COMPILED,
     GROUPS,
     HYBRIDS,
     MODELS,
     WORLD,
+    embedded,
     embedding_model,
-    run,
+    graphs,
+    in_group,
+    rounded_once,
 )
+from tests.parallel.documents_refusals import refusals
 from tests.parallel.documents_rows import ROWS, TOKENS, batch_of
+from tests.ranks import Ranks
 from tests.tiny_models import new_model
 
 
 @pytest.fixture(scope="module")
-def shares(tmp_path_factory):
-    """What each rank of a group saved, by the number of ranks."""
-    folder = tmp_path_factory.mktemp("documents")
-    multiprocessing.set_forkserver_preload(["tests.parallel.documents_ranks"])
-    mp.start_processes(run, (str(folder),), nprocs=WORLD, start_method="forkserver")
-    saved = [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
-    return {ranks: [saved[rank] for rank in members] for ranks, members in GROUPS.items()}
+def shares():
+    """What a call with a group returns on each of its ranks."""
+    with Ranks(WORLD) as world:
+
+        def run(ranks, call, *arguments):
+            found = world.run(in_group, ranks, call, *arguments)
+            return [found[rank] for rank in GROUPS[ranks]]
+
+        yield run
 
 
 def assert_near(actual, expected, name):
@@ -45,7 +50,7 @@ def test_ranks_attend_as_one_process(shares, case):
     leaves = [x.requires_grad_() for x in (*qkv, *([] if sinks is None else [sinks]))]
     expected = fv.packed_attention(*leaves[:3], layout, **case.keywords(sinks))
     gradients = torch.autograd.grad(expected, leaves, cotangent)
-    own = [share[case.name] for share in shares[case.ranks]]
+    own = shares(case.ranks, case.share)
     order = torch.cat([share["tokens"] for share in own])
     torch.testing.assert_close(torch.cat([share["out"] for share in own]), expected[order])
     for index in range(3):
@@ -73,7 +78,7 @@ def test_the_shard_that_a_model_needs(kind, expected):
 def test_nothing_is_sent_unless_a_document_is_cut(shares):
     """Counted in the forward and the backward of attention."""
     counts = {
-        case.name: {share[case.name]["collectives"] for share in shares[case.ranks]}
+        case.name: {share["collectives"] for share in shares(case.ranks, case.share)}
         for case in CALLS
         if not case.compiled
     }
@@ -87,7 +92,7 @@ def test_a_model_trains_as_on_the_whole_row(shares, case):
     model = case.new()
     out = model(**case.batch())
     out.loss.backward()
-    own = [share[case.name] for share in shares[case.ranks]]
+    own = shares(case.ranks, case.share)
     assert all(share["same_bits"] for share in own)
     found = [share["found"] for share in own]
     order = torch.cat([share["tokens"] for share in own])
@@ -107,22 +112,21 @@ def test_embeddings_of_a_decoder_that_became_an_encoder(shares):
     batch = batch_of(ROWS["long"])
     model = fv.patch_model(embedding_model(), "sdpa")
     expected = model(batch["input_ids"], packed_layout=batch["packed_layout"]).last_hidden_state[0]
-    for share in (share["embedded"] for share in shares[2]):
+    for share in shares(2, embedded):
         assert_near(share["hidden"], expected[share["tokens"]], "hidden states")
 
 
 def test_gradients_are_added_in_fp32(shares):
     """In bf16 256 + 1 is 256, and so is 256 + 1 + 1 if each sum is rounded."""
-    assert shares[2][0]["rounded_once"].unique().tolist() == [258]
+    assert shares(2, rounded_once)[0].unique().tolist() == [258]
 
 
-@pytest.mark.parametrize("name", ["documents", "contiguous", "encoder", "trees"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_one_graph_for_rows_of_equal_bounds(shares, name):
-    for share in shares[2]:
-        assert share["graphs"][name]["count"] == 1
-        assert max(share["graphs"][name]["errors"]) < 1e-6
+    for found in shares(2, graphs, name):
+        assert found["count"] == 1
+        assert max(found["errors"]) < 1e-6
 
 
 def test_refused_calls(shares):
-    for share in shares[2]:
-        assert share["failed_refusals"] == {}
+    assert shares(2, refusals) == [{}, {}]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import flexvarlen as fv
 from tests.parallel.documents_ranks import Model
 from tests.parallel.documents_rows import batch_of
-from tests.two_processes import start
+from tests.ranks import Ranks
 
 GPUS = 4 if torch.cuda.device_count() >= 4 else 2
 CASES = tuple(  # Qwen3.5 tunes fla's kernels: a minute
@@ -35,18 +36,23 @@ def step(model, called, batch):
     return {name: x.float().cpu() for name, x in (found | {"loss": out.loss.detach()}).items()}
 
 
-def train(rank: int, port: int, folder: str) -> None:
-    """Each model on the row alone, and on shards of it; groups are all GPUs, then pairs."""
+def join_by_nccl(rank: int, world: int, init_method: str, *, eager: bool) -> None:
+    """With communicators that NCCL makes at once, or at their first use."""
     os.environ["TRITON_CACHE_AUTOTUNING"] = "1"  # fla's kernels are tuned once for all launches
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=init_method,
         rank=rank,
-        world_size=GPUS,
-        device_id=device if folder.endswith("eager") else None,  # connects at once
+        world_size=world,
+        device_id=device if eager else None,
     )
+
+
+def trained() -> dict[Any, Any]:
+    """Each model on the row alone, and on shards of it; groups are all GPUs, then pairs."""
+    device = torch.device("cuda", dist.get_rank())
     torch.set_float32_matmul_precision("high")  # else fla's kernels are not taken
     made = {}
     for ranks in dict.fromkeys((GPUS, 2)):
@@ -59,7 +65,7 @@ def train(rank: int, port: int, folder: str) -> None:
             with fv.patched(model, "sdpa"):
                 made[case.name, ranks] = {"shared": shared, "alone": step(model, model, batch)}
     made["captured"] = captured(device)
-    torch.save(made, Path(folder) / f"{rank}.pt")
+    return made
 
 
 def captured(device):
@@ -76,12 +82,10 @@ def captured(device):
 
 
 @pytest.fixture(scope="module", params=["eager", "lazy"])
-def made(request, tmp_path_factory):
-    """With communicators that NCCL makes at once, or at their first use."""
-    folder = tmp_path_factory.mktemp("gpus") / request.param
-    folder.mkdir()
-    start(train, folder, GPUS, "spawn")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(GPUS)]
+def made(request):
+    join = partial(join_by_nccl, eager=request.param == "eager")
+    with Ranks(GPUS, join, method="spawn") as ranks:
+        yield ranks.run(trained)
 
 
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-import multiprocessing
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import flexvarlen as fv
+from tests.parallel import ulysses_models, ulysses_ranks
 from tests.parallel.ulysses_models import MODELS
-from tests.parallel.ulysses_ranks import BATCH, CASES, LENGTHS, TOKENS, run
+from tests.parallel.ulysses_ranks import BATCH, CASES, LENGTHS, TOKENS
+from tests.ranks import Ranks
 
 RANKS = (2, 4, 8)
 
 
 @pytest.fixture(scope="module")
-def shares(tmp_path_factory):
-    """What each rank saved, by the number of ranks."""
-    folder = tmp_path_factory.mktemp("ulysses")
-    multiprocessing.set_forkserver_preload(
-        ["tests.parallel.ulysses_ranks"]
-    )  # imported once for all
-    for ranks in RANKS:
-        mp.start_processes(run, (ranks, str(folder)), nprocs=ranks, start_method="forkserver")
-    return {
-        ranks: [torch.load(folder / f"{ranks}-{rank}.pt") for rank in range(ranks)]
-        for ranks in RANKS
-    }
+def ranks():
+    """By their number."""
+    with ExitStack() as stack:
+        yield {count: stack.enter_context(Ranks(count)) for count in RANKS}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_ranks_give_what_one_process_gives(shares, case):
+def test_ranks_give_what_one_process_gives(ranks, case):
     qkv, cotangent, layout, sinks = case.inputs()
     leaves = [x.requires_grad_() for x in (*qkv, *([] if sinks is None else [sinks]))]
     expected = fv.packed_attention(*leaves[:3], layout, **case.keywords(sinks))
     gradients = torch.autograd.grad(expected, leaves, cotangent)
-    own = [share[case.name] for share in shares[case.ranks]]
+    own = ranks[case.ranks].run(case.share)
     torch.testing.assert_close(torch.cat([share["out"] for share in own]), expected)
     for index in range(3):
         together = torch.cat([share["gradients"][index] for share in own])
@@ -46,9 +39,9 @@ def test_ranks_give_what_one_process_gives(shares, case):
         torch.testing.assert_close(sum(share["gradients"][3] for share in own), gradients[3])
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_a_row_is_dealt_with_the_labels_of_the_next_token(shares, ranks):
-    own = [share["shard_row"] for share in shares[ranks]]
+@pytest.mark.parametrize("count", RANKS)
+def test_a_row_is_dealt_with_the_labels_of_the_next_token(ranks, count):
+    own = ranks[count].run(ulysses_ranks.sharded)
     for name in ("input_ids", "position_ids", "labels"):
         assert torch.cat([share[name] for share in own], 1).equal(BATCH[name])
     expected = BATCH["labels"].roll(-1)
@@ -59,13 +52,17 @@ def test_a_row_is_dealt_with_the_labels_of_the_next_token(shares, ranks):
     assert all(share["num_items_in_batch"] == (expected != -100).sum() for share in own)
     assert own[0]["extra"] == 3
     assert own[0]["rate"] == 0.5
-    assert own[0]["input_ids"].shape == (1, TOKENS // ranks)
+    assert own[0]["input_ids"].shape == (1, TOKENS // count)
 
 
-def test_labels_shifted_and_counted_before_are_kept(shares):
-    dealt = torch.cat([share["shifted_and_counted"][0] for share in shares[2]], 1)
-    assert all(share["shifted_and_counted"][1] == 999 for share in shares[2])
-    in_no_loss = torch.cat([share["shard_row"]["shift_labels"] for share in shares[2]], 1) == -100
+def test_labels_shifted_and_counted_before_are_kept(ranks):
+    counted = ranks[2].run(ulysses_ranks.sharded_after_shifting_and_counting)
+    assert all(share["num_items_in_batch"] == 999 for share in counted)
+    dealt, without = (
+        torch.cat([share["shift_labels"] for share in own], 1)
+        for own in (counted, ranks[2].run(ulysses_ranks.sharded))
+    )
+    in_no_loss = without == -100
     assert dealt.equal((BATCH["labels"] + 5).masked_fill(in_no_loss, -100))
 
 
@@ -80,15 +77,15 @@ def test_labels_shifted_before_and_given_alone_are_masked_and_counted():
     assert [(int(shard["num_items_in_batch"]), shard["step"]) for shard in own] == [(6, 7)] * 2
 
 
-def test_no_backend_meets_a_tensor_that_is_on_its_way(shares):
+def test_no_backend_meets_a_tensor_that_is_on_its_way(ranks):
     """flex raises at an AsyncCollectiveTensor."""
-    assert shares[2][0]["tensor_types"] == {torch.Tensor}
+    assert ranks[2].run(ulysses_ranks.tensor_types) == [{torch.Tensor}] * 2
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_refused_calls(shares, ranks):
-    for share in shares[ranks]:
-        assert share["failed_refusals"] == share["models"]["failed_refusals"] == {}
+@pytest.mark.parametrize("module", [ulysses_ranks, ulysses_models])
+@pytest.mark.parametrize("count", RANKS)
+def test_refused_calls(ranks, count, module):
+    assert ranks[count].run(module.refusals) == [{}] * count
 
 
 # ---- models ----
@@ -96,10 +93,10 @@ def test_refused_calls(shares, ranks):
 
 @pytest.mark.filterwarnings("ignore:num_items_in_batch counts")
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
-def test_a_model_on_shards_trains_as_on_whole_rows(shares, case):
+def test_a_model_on_shards_trains_as_on_whole_rows(ranks, case):
     """Logits, loss and all gradients; fp32, so relative to each tensor's largest number."""
     logits, loss, gradients = case.expected()
-    own = [share["models"][case.name] for share in shares[case.ranks]]
+    own = ranks[case.ranks].run(case.share)
     _assert_near(torch.cat([share["logits"] for share in own]).view_as(logits), logits)
     _assert_near(sum(share["loss"] for share in own), loss)
     for name, gradient in gradients.items():
@@ -114,7 +111,7 @@ def _assert_near(actual, expected, name=""):
     assert error <= 5e-6 * expected.abs().max(), name
 
 
-def test_a_copy_keeps_the_group_and_a_pickle_leaves_it_out(shares):
-    for share in shares[2]:
-        assert share["models"]["copy"] == "same logits"
-        assert "must get its documents from the model's own" in share["models"]["pickle"]
+def test_a_copy_keeps_the_group_and_a_pickle_leaves_it_out(ranks):
+    for said in ranks[2].run(ulysses_models.copies):
+        assert said["copy"] == "same logits"
+        assert "must get its documents from the model's own" in said["pickle"]

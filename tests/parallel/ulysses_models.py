@@ -128,12 +128,6 @@ MODELS = (
 )
 
 
-def found(ranks: int) -> dict[str, Any]:
-    """Every model of this number of ranks."""
-    shares = {case.name: case.share() for case in MODELS if case.ranks == ranks}
-    return shares | {"failed_refusals": refusals(ranks)} | (copies() if ranks == 2 else {})
-
-
 def copies() -> dict[str, str]:
     """Of a patched model."""
     group = dist.group.WORLD
@@ -159,9 +153,9 @@ WHOLE = "packed_layout must cover the"
 OUT = "must be left out under sequence_parallel_group"
 
 
-def refusals(ranks: int) -> dict[str, str]:
+def refusals() -> dict[str, str]:
     """Of `patch_model` and of patched models, before any rank waits for another."""
-    group = dist.group.WORLD
+    group, ranks = dist.group.WORLD, dist.get_world_size()
     model = fv.patch_model(new_model("mixtral", **FEW_KV_HEADS), sequence_parallel_group=group)
     row = batch_of(0)
     layout, whole = row["packed_layout"], fv.shard_row(row, group, method="ulysses")

@@ -1,9 +1,8 @@
-"""What a rank of test_ulysses.py does: every case, its share of outputs and gradients saved."""
+"""What a rank of test_ulysses.py does: its share of outputs and gradients, shards, refusals."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ import flexvarlen as fv
 from flexvarlen.parallel import ulysses
 from flexvarlen.parallel.shard import shard_row
 from flexvarlen.parallel.ulysses import ulysses_attention
-from tests.parallel import ulysses_models
 from tests.parallel.failed_refusals import failed_refusals
 
 LENGTHS = (37, 1, 50, 22)
@@ -42,11 +40,28 @@ class Case:
         sinks = None
         if self.options.get("sinks"):
             sinks = torch.randn(self.heads, generator=generator, dtype=torch.float64)
-        layout = fv.PackedLayout.from_lengths(LENGTHS, total_tokens=TOKENS)
-        return [q, k, v], cotangent, layout, sinks
+        return [q, k, v], cotangent, layout_of_row(), sinks
 
     def keywords(self, sinks):
         return self.options | ({} if sinks is None else {"sinks": sinks})
+
+    def share(self) -> dict[str, Any]:
+        """This rank's part of outputs and gradients."""
+        rank = dist.get_rank()
+        qkv, cotangent, layout, sinks = self.inputs()
+        here = slice(rank * TOKENS // self.ranks, (rank + 1) * TOKENS // self.ranks)
+        leaves = [x[here].clone().requires_grad_() for x in qkv]
+        shared = [] if sinks is None else [sinks.requires_grad_()]
+
+        def call(*leaves):
+            return ulysses_attention(*leaves, layout, **self.keywords(sinks))
+
+        if self.compiled:
+            torch._dynamo.reset()
+            call = torch.compile(call, fullgraph=True, backend="aot_eager")
+        out = call(*leaves)
+        gradients = torch.autograd.grad(out, [*leaves, *shared], cotangent[here])
+        return {"out": out.detach(), "gradients": gradients}
 
 
 REFERENCE = {"backend": "reference"}
@@ -73,49 +88,25 @@ BATCH = {
 }
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
-    """Every case of this number of ranks."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet-{ranks}", rank=rank, world_size=ranks
-    )
-    found: dict[str, Any] = {}
-    for case in CASES:
-        if case.ranks == ranks:
-            found[case.name] = share(case, rank)
-    layout = fv.PackedLayout.from_lengths(LENGTHS, total_tokens=TOKENS)
-    own = shard_row({**BATCH, "packed_layout": layout, "extra": 3, "rate": 0.5}, method="ulysses")
-    found["shard_row"] = {name: x for name, x in own.items() if name != "packed_layout"}
-    counted = {"shift_labels": BATCH["labels"] + 5, "num_items_in_batch": torch.tensor(999)}
-    own = shard_row({**BATCH, "packed_layout": layout, **counted}, method="ulysses")
-    found["shifted_and_counted"] = own["shift_labels"], own["num_items_in_batch"]
-    found["tensor_types"] = tensor_types(layout)
-    found["failed_refusals"] = refusals(layout)
-    found["models"] = ulysses_models.found(ranks)
-    torch.save(found, Path(folder) / f"{ranks}-{rank}.pt")
-    dist.destroy_process_group()
+def layout_of_row() -> fv.PackedLayout:
+    return fv.PackedLayout.from_lengths(LENGTHS, total_tokens=TOKENS)
 
 
-def share(case: Case, rank: int) -> dict[str, Any]:
-    qkv, cotangent, layout, sinks = case.inputs()
-    here = slice(rank * TOKENS // case.ranks, (rank + 1) * TOKENS // case.ranks)
-    leaves = [x[here].clone().requires_grad_() for x in qkv]
-    shared = [] if sinks is None else [sinks.requires_grad_()]
-
-    def call(*leaves):
-        return ulysses_attention(*leaves, layout, **case.keywords(sinks))
-
-    if case.compiled:
-        torch._dynamo.reset()
-        call = torch.compile(call, fullgraph=True, backend="aot_eager")
-    out = call(*leaves)
-    gradients = torch.autograd.grad(out, [*leaves, *shared], cotangent[here])
-    return {"out": out.detach(), "gradients": gradients}
+def sharded(**changes: Any) -> dict[str, Any]:
+    """This rank's shard of BATCH, without its layout."""
+    batch = {**BATCH, "packed_layout": layout_of_row(), "extra": 3, "rate": 0.5}
+    own = shard_row(batch | changes, method="ulysses")
+    return {name: x for name, x in own.items() if name != "packed_layout"}
 
 
-def tensor_types(layout: Any) -> set[type]:
+def sharded_after_shifting_and_counting() -> dict[str, Any]:
+    return sharded(shift_labels=BATCH["labels"] + 5, num_items_in_batch=torch.tensor(999))
+
+
+def tensor_types() -> set[type]:
     """Of what a backend is called with, and of what comes back."""
     seen: set[type] = set()
+    layout = layout_of_row()
 
     def spy(*qkv, **options):
         seen.update(type(x) for x in qkv[:3])
@@ -128,9 +119,10 @@ def tensor_types(layout: Any) -> set[type]:
     return seen
 
 
-def refusals(layout: Any) -> dict[str, str]:
+def refusals() -> dict[str, str]:
     """Of `ulysses_attention` and `shard_row`: on every rank, so that none hangs."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
+    layout = layout_of_row()
     row = BATCH | {"packed_layout": layout}
     others = fv.PackedLayout.from_lengths([60 + rank, 68 - rank])
     weights = torch.full((1, TOKENS), rank).bfloat16()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -29,7 +28,6 @@ from tests.contract_training import settings
 from tests.patches.forward.test_liger import fused_forward
 from tests.patches.test_trl import tokenizer
 from tests.tiny_models import VOCABULARY, new_model
-from tests.two_processes import meet
 
 WORLD, TOKENS, ROWS = 4, 64, 2  # two rows a step, of one process or of two groups
 COMMON: dict[str, Any] = {
@@ -123,31 +121,36 @@ def trained(trainer: Trainer, checkpoint: str | None = None) -> Any:
     return trainer.state.log_history, weights
 
 
-def run(rank: int, port: int, folder: str) -> None:
-    """All of it, as one of four processes."""
-    meet(rank, port, timeout_s=120, world=WORLD)
+def shared(run: str, folder: str, **changes: Any) -> Trainer:
+    """The trainer of a run that shares its rows."""
     datasets.disable_progress_bars()
-    made = {}
-    for name, (ranks, _) in RUNS.items():
-        trainer = trainer_of(name, f"{folder}/{name}")
-        made[name] = trained(fv.patch_trainer(trainer, "sdpa", context_parallel=ranks))
-    trainer = fv.patch_trainer(trainer_of("accumulated", folder), "sdpa", context_parallel=2)
-    made["resumed"] = trained(trainer, f"{folder}/accumulated/checkpoint-3")
+    trainer = trainer_of(run, f"{folder}/{run}", **changes)
+    return fv.patch_trainer(trainer, "sdpa", context_parallel=RUNS[run][0])
+
+
+def learned(run: str, folder: str) -> Any:
+    """As one of four processes."""
+    return trained(shared(run, folder))
+
+
+def resumed(folder: str) -> dict[str, Any]:
+    """From a checkpoint of the run "accumulated", and what its trainer says of its loaders."""
+    trainer = shared("accumulated", folder)
+    made = {"run": trained(trainer, f"{folder}/accumulated/checkpoint-3")}
     seed = trainer.get_train_dataloader().worker_init_fn.keywords["rank"]
     made["seeds_of_workers"] = trainer.accelerator.gather(torch.tensor([seed])).tolist()
     loader = DataLoader(fv.PackedDataset(examples(0, 12), TOKENS), collate_fn=fv.PackedCollator())
     twice = [trainer.accelerator.prepare(loader) for _ in range(2)]
     made["batches"] = [*map(len, twice), len(trainer.accelerator.prepare(twice[0]))]
-    made["errors"] = errors(folder)
     backend = trainer.group._get_backend(torch.device("cpu"))
     made["timeout_s"] = backend.options._timeout.total_seconds()
     made["examples_of_a_step"] = trainer.get_total_train_batch_size(trainer.args)
-    if rank == 0:
-        torch.save(made, Path(folder) / "made.pt")
+    return made
 
 
 def errors(folder: str) -> dict[str, str]:
     """The sentences of what cannot be, by the case."""
+    datasets.disable_progress_bars()
     said = {}
 
     def note(case: str, make: Callable[[], Any]) -> None:

@@ -16,9 +16,18 @@ from transformers import Trainer, TrainingArguments
 import flexvarlen as fv
 from flexvarlen.patches.context_parallel_trainer import is_padded, why_not_shared
 from flexvarlen.patches.shard_collator import ShardCollator
-from tests.patches.context_parallel_ranks import ROWS, RUNS, WORLD, run, trained, trainer_of
+from tests.patches.context_parallel_ranks import (
+    ROWS,
+    RUNS,
+    WORLD,
+    errors,
+    learned,
+    resumed,
+    trained,
+    trainer_of,
+)
+from tests.ranks import Ranks
 from tests.tiny_models import new_model
-from tests.two_processes import start
 
 SPEED = ("_runtime", "_per_second", "total_flos")
 TOKENS = ("num_tokens", "eval_num_tokens", "num_input_tokens_seen")
@@ -26,10 +35,17 @@ TOKENS = ("num_tokens", "eval_num_tokens", "num_input_tokens_seen")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Logs and weights of four processes, and what they refuse."""
-    folder = tmp_path_factory.mktemp("ranks")
-    start(run, folder, WORLD)
-    return torch.load(folder / "made.pt", weights_only=False)
+    """What the first of four processes returns."""
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    with Ranks(WORLD) as ranks:
+        yield lambda case, *arguments: ranks.run(case, *arguments, folder)[0]
+
+
+@pytest.fixture
+def made_again(made):
+    """From the checkpoint of a run, which comes first."""
+    made(learned, "accumulated")
+    return made(resumed)
 
 
 @pytest.fixture
@@ -48,8 +64,8 @@ def values(log):
 @pytest.mark.usefixtures("_as_it_was")
 @pytest.mark.parametrize("name", RUNS)
 def test_logs_and_weights_are_those_of_one_process(made, name, tmp_path):
-    (logs, weights), (expected, learned) = (
-        made[name],
+    (logs, weights), (expected, weights_alone) = (
+        made(learned, name),
         trained(trainer_of(name, str(tmp_path), alone=True)),
     )
     assert len(logs) == len(expected) > 2
@@ -57,23 +73,24 @@ def test_logs_and_weights_are_those_of_one_process(made, name, tmp_path):
         assert values(got) == pytest.approx(values(wanted), rel=1e-5)
         for count in {*TOKENS} & {*wanted}:  # each row is padded to a multiple of the ranks
             assert 0 <= got[count] - wanted[count] < 4 * WORLD * (number + 1), count
-    torch.testing.assert_close(weights, learned, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights, weights_alone, rtol=1e-4, atol=1e-5)
 
 
-def test_resumes_in_the_middle_of_an_epoch(made):
-    (logs, weights), (whole, learned) = made["resumed"], made["accumulated"]
+def test_resumes_in_the_middle_of_an_epoch(made, made_again):
+    whole, weights_of_whole = made(learned, "accumulated")
+    logs, weights = made_again["run"]
     after = [values(log) for log in whole[:-1] if log["step"] > 3]  # the last one sums up the run
     again = [values(log) for log in logs[:-1] if log["step"] > 3]
     assert len(again) == len(after) > 1
     for got, wanted in zip(again, after, strict=True):
         assert got == pytest.approx(wanted)
-    torch.testing.assert_close(weights, learned)
-    assert made["examples_of_a_step"] == 2 * ROWS
-    assert made["seeds_of_workers"] == [0, 0, 1, 1]
+    torch.testing.assert_close(weights, weights_of_whole)
+    assert made_again["examples_of_a_step"] == 2 * ROWS
+    assert made_again["seeds_of_workers"] == [0, 0, 1, 1]
 
 
-def test_a_loader_may_be_prepared_again(made):
-    assert made["batches"] == [3, 3, 3]  # of six rows, for each of two groups
+def test_a_loader_may_be_prepared_again(made_again):
+    assert made_again["batches"] == [3, 3, 3]  # of six rows, for each of two groups
 
 
 ERRORS = {
@@ -98,7 +115,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_sentences_of_what_cannot_be(made, case):
-    assert re.search(ERRORS[case], made["errors"][case])
+    assert re.search(ERRORS[case], made(errors)[case])
 
 
 def test_trainers_of_padded_batches_are_refused():
@@ -143,8 +160,8 @@ def test_a_row_shorter_than_a_convolution_is_padded():
     assert [x["input_ids"].tolist() for x in shards] == [[[5, 6, 0]], [[0, 0, 0]]]
 
 
-def test_groups_wait_as_long_as_the_trainer_says(made):
-    assert made["timeout_s"] == 900
+def test_groups_wait_as_long_as_the_trainer_says(made_again):
+    assert made_again["timeout_s"] == 900
 
 
 def test_trees_are_refused():

@@ -9,26 +9,21 @@ import torch
 
 from tests.contract_oracle import Step, by_document, check_step
 from tests.oracle import assert_as_accurate
-from tests.patches.distributed_ranks import CASES, KINDS, lora, run, samples
+from tests.patches.distributed_inputs import lora, samples
+from tests.patches.distributed_ranks import CASES, KINDS, run_case
 from tests.patches.kinds import assert_learned_alone
+from tests.ranks import Ranks
 from tests.tiny_models import batch_of, documents, new_model
-from tests.two_processes import WORLD, start
 
 DOCUMENTS = [x.tolist() for x in documents()]
 LOW = {"fsdp2_bf16", "accelerate_bf16"}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """What each case made: one start of two processes for all."""
-    folder = tmp_path_factory.mktemp("ranks")
-    start(run, folder)
-    return {
-        name: [
-            torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(WORLD)
-        ]
-        for name in CASES
-    }
+def made():
+    """What a case made on each rank."""
+    with Ranks() as ranks:
+        yield lambda case: ranks.run(run_case, case)
 
 
 def plain_model(case: str):
@@ -38,9 +33,7 @@ def plain_model(case: str):
 
 def step_of(made, case: str) -> Step:
     """The step, on which the ranks agree."""
-    first, second = made[case]
-    for rank in (first, second):
-        assert "failed" not in rank, rank["failed"]
+    first, second = made(case)
     assert torch.equal(first["loss"], second["loss"])
     for name, gradient in first["gradients"].items():
         assert torch.equal(gradient, second["gradients"][name]), name
@@ -61,8 +54,7 @@ def test_gradients_are_those_of_one_process(made, case):
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_each_kind_of_model(made, kind, wrapper):
-    for rank in made[f"{wrapper} {kind}"]:
-        assert "failed" not in rank, rank["failed"]
+    for rank in made(f"{wrapper} {kind}"):
         assert_learned_alone(kind, rank["loss"], rank["gradients"], times=2)
 
 
@@ -92,7 +84,7 @@ def test_decoding_and_unpatching_of_sharded_weights(made):
     expected = plain.generate(prompt, max_new_tokens=4, do_sample=False)
     with torch.no_grad():
         logits = plain(prompt).logits
-    for rank in made["fsdp2_decodes_and_is_unpatched"]:
+    for rank in made("fsdp2_decodes_and_is_unpatched"):
         assert torch.equal(rank["tokens"], expected)
         torch.testing.assert_close(rank["logits"], logits, rtol=1e-5, atol=1e-5)
 
@@ -100,16 +92,14 @@ def test_decoding_and_unpatching_of_sharded_weights(made):
 @pytest.mark.parametrize("case", ["trainer", "trainer_dispatched"])
 def test_trainer_on_two_processes(made, case):
     """`dispatch_batches` raised on the first rank, and the other waited for ever."""
-    for rank in made[case]:
-        assert "failed" not in rank, rank["failed"]
-        assert len(rank["steps"]) == 2
-    for step in made[case][0]["steps"]:
-        documents = step.pop("documents")
-        assert len(documents) >= 5
-        check_step(Step(**step), new_model("qwen3"), documents)
+    steps, of_other_rank = made(case)
+    assert len(steps) == len(of_other_rank) == 2
+    for one, ids in steps:
+        assert len(ids) >= 5
+        check_step(one, new_model("qwen3"), ids)
 
 
 @pytest.mark.parametrize("case", ["without_a_size", "trees"])
 def test_batches_that_cannot_be_sent_raise_on_both_processes(made, case):
-    for rank in made[f"trainer_dispatched_{case}"]:
-        assert 'accelerator_config={"dispatch_batches": False}' in rank["failed"]
+    for said in made(f"trainer_dispatched_{case}"):
+        assert 'accelerator_config={"dispatch_batches": False}' in said

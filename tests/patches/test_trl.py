@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -18,8 +17,8 @@ from flexvarlen.verify.isolation.callback import IsolationCallback
 from tests.contract_oracle import Step, check_step
 from tests.contract_training import documents, recorded, settings
 from tests.patches.forward.test_unpad import seen_tokens
+from tests.ranks import Ranks
 from tests.tiny_models import VOCABULARY, exact_and_baseline, new_model, one_row
-from tests.two_processes import WORLD, meet, start
 
 trl = pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
 datasets = pytest.importorskip("datasets", reason="needs datasets, which TRL brings along")
@@ -128,46 +127,44 @@ def test_each_way_of_packing(way, tmp_path):
     assert count > 8 or way not in ("packing", "packing_defaults", "packing_split")
 
 
-OF_TWO = ("padding_free", "packing", "packing_defaults")
-
-
-def as_one_of_two(rank: int, port: int, folder: str) -> None:
-    """Each of these ways: what each step saw, the loss as the ranks' mean."""
-    meet(rank, port, timeout_s=60)
+def as_one_of_two(way: str, folder: str) -> list[tuple[Step, Any]]:
+    """What each step saw, the loss as the ranks' mean."""
     datasets.disable_caching()
-    for way in OF_TWO:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        model = fv.patch_model(new_model("qwen3"), "sdpa")
-        rows = 2 if "packing" in WAYS[way] else 4  # a step has all four packed rows, or 8 documents
-        changes = {**WAYS[way], "per_device_train_batch_size": rows}
-        trainer, recorder, seen = sft(model, folder, **changes)
-        trainer.train()
-        found = []
-        for step, features in zip(recorder.steps, seen, strict=False):  # a loader looks ahead
-            loss = step.loss.clone()
-            torch.distributed.all_reduce(loss)
-            named = [
-                {name.removeprefix("module."): x for name, x in each.items()}
-                for each in (step.weights, step.gradients)
-            ]
-            found.append((Step(named[0], loss / WORLD, named[1]), features))
-        torch.save(found, Path(folder) / f"{way}-{rank}.pt")
-
-
-def test_two_processes(tmp_path):
-    """Whose gradients DDP averages: rows of other lengths, with other numbers of labels."""
-    start(as_one_of_two, tmp_path)
-    for way in OF_TWO:
-        of_ranks = [
-            torch.load(tmp_path / f"{way}-{rank}.pt", weights_only=False) for rank in range(WORLD)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = fv.patch_model(new_model("qwen3"), "sdpa")
+    rows = 2 if "packing" in WAYS[way] else 4  # a step has all four packed rows, or 8 documents
+    changes = {**WAYS[way], "per_device_train_batch_size": rows}
+    trainer, recorder, seen = sft(model, folder, **changes)
+    trainer.train()
+    found = []
+    for step, features in zip(recorder.steps, seen, strict=False):  # a loader looks ahead
+        loss = step.loss.clone()
+        torch.distributed.all_reduce(loss)
+        named = [
+            {name.removeprefix("module."): x for name, x in each.items()}
+            for each in (step.weights, step.gradients)
         ]
-        assert len(of_ranks[0]) == 2
-        for (step, mine), (other, others) in zip(*of_ranks, strict=True):
-            assert mine != others
-            for name, gradient in step.gradients.items():
-                assert torch.equal(gradient, other.gradients[name]), name
-            ids = [part for x in mine + others for part in parts(x, "input_ids")]
-            check_step(step, new_model("qwen3"), ids, autocast=WAYS[way].get("bf16", False))
+        found.append((Step(named[0], loss / 2, named[1]), features))
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks() as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("way", ["padding_free", "packing", "packing_defaults"])
+def test_two_processes(ranks, way, tmp_path):
+    """Whose gradients DDP averages: rows of other lengths, with other numbers of labels."""
+    of_ranks = ranks.run(as_one_of_two, way, str(tmp_path))
+    assert len(of_ranks[0]) == 2
+    for (step, mine), (other, others) in zip(*of_ranks, strict=True):
+        assert mine != others
+        for name, gradient in step.gradients.items():
+            assert torch.equal(gradient, other.gradients[name]), name
+        ids = [part for x in mine + others for part in parts(x, "input_ids")]
+        check_step(step, new_model("qwen3"), ids, autocast=WAYS[way].get("bf16", False))
 
 
 def test_padded_rows_share_their_prefix(tmp_path):

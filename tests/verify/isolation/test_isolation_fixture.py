@@ -43,7 +43,6 @@ def test_leak_of_a_user_s_model_fails_the_user_s_test(tmp_path):
         [*command, f"--junitxml={tmp_path}/report.xml"],
         capture_output=True,
         text=True,
-        timeout=300,
         cwd=tmp_path,
     )
     assert "1 failed, 1 passed" in ran.stdout, ran.stdout + ran.stderr
@@ -56,5 +55,5 @@ def test_pytest_starts_without_torch(tmp_path):
         "import sys\n\ndef test_plain():\n    assert 'torch' not in sys.modules\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert "1 passed" in ran.stdout, ran.stdout
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert "1 passed" in ran.stdout, ran.stdout + ran.stderr
