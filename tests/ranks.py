@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -31,7 +32,7 @@ import torch.distributed as dist
 # Far above what any case needs, as the cores may be shared, and below pytest's own limit.
 CASE_S = 240.0
 COLLECTIVE_S = 150.0
-GRACE_S = 15.0  # for the others, once a rank has ended; gloo tells them at once
+END_S = 20.0  # of a rank, once another has ended, whom gloo tells at once
 LINES = 60  # of a rank's output in an error
 
 Join = Callable[[int, int, str], None]
@@ -53,17 +54,15 @@ class _Rank(NamedTuple):
                 return self.connection.recv_bytes()
         return None
 
-    def how_it_ended(self) -> str:
-        """One that is still there is ended, and prints where each of its threads was."""
-        self.process.join(1)  # its pipe closes shortly before
-        running = self.process.exitcode is None
-        if running:
+    def how_it_ended(self, wait_s: float) -> str:
+        """One that is still there after `wait_s` prints where each of its threads is, and ends."""
+        self.process.join(wait_s)
+        code = self.process.exitcode
+        if code is None:
             os.kill(self.process.pid or 0, signal.SIGABRT)
-            self.process.join(10)
+            self.process.join(END_S)
             self.process.kill()
             self.process.join()
-        code = self.process.exitcode or 0
-        if running:
             return "did not end"
         return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
@@ -103,7 +102,7 @@ class Ranks:
         for rank in self._ranks:
             rank.connection.close()  # at which it leaves
         for rank in self._ranks:
-            rank.how_it_ended()
+            rank.how_it_ended(END_S)
         self._folder.cleanup()
 
     def run(self, case: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -123,19 +122,21 @@ class Ranks:
     def _run(self, task: bytes, case: Callable[..., Any]) -> list[Any] | str:
         """The results of all ranks, or why there are none."""
         deadline = time.monotonic() + self.case_s
+        if not all(rank.process.is_alive() for rank in self._ranks):  # of no case: all had returned
+            warnings.warn(self._failure("between cases", {}), stacklevel=3)
         if not self._ranks:
             self._start(case.__module__)
         for rank in self._ranks:
-            with suppress(BrokenPipeError):  # a rank that has ended is seen below
+            with suppress(OSError):  # a rank that has ended is seen below
                 rank.connection.send_bytes(task)
         results: dict[int, Any] = {}
         waiting = dict(enumerate(self._ranks))
         while waiting and (left := deadline - time.monotonic()) > 0:
             ends = {x: i for i, r in waiting.items() for x in (r.connection, r.process.sentinel)}
-            for number in {ends[end] for end in wait([*ends], left)}:  # type: ignore[index]
+            for number in {ends[end] for end in wait([*ends], min(left, 1.0))}:
                 results[number] = waiting.pop(number).result()
                 if results[number] is None:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + END_S)
         if len(results) == self.world and None not in results.values():
             made = (io.BytesIO(results[number]) for number in range(self.world))
             return [torch.load(each, weights_only=False) for each in made]
@@ -146,7 +147,8 @@ class Ranks:
         printed, ends = [], []
         for number, rank in enumerate(self._ranks):
             returned = results.get(number) is not None
-            ends.append(f"rank {number} {'returned' if returned else rank.how_it_ended()}")
+            wait_s = END_S if number in results else 0.0  # its pipe closes shortly before it ends
+            ends.append(f"rank {number} {'returned' if returned else rank.how_it_ended(wait_s)}")
             printed.append(f"---- rank {number} printed ----\n{rank.last_lines()}")
         for rank in self._ranks:
             rank.process.kill()

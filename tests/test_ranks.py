@@ -6,13 +6,16 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import Ranks, RanksError
+from tests.ranks import CASE_S, Ranks, RanksError
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +51,24 @@ def leaving():
     sys.exit(7)
 
 
-def hanging():
+def hanging(folder):
+    (Path(folder) / str(dist.get_rank())).touch()
     if dist.get_rank() == 1:
         waiting_for_nothing()
+    waiting_for_the_other()
 
 
 def waiting_for_nothing():
     time.sleep(1000)
+
+
+def waiting_for_the_other():
+    dist.barrier()
+
+
+def returning_before_it_dies():
+    threading.Timer(0.3, os.abort).start()
+    return "all there is"
 
 
 @pytest.mark.parametrize(
@@ -79,18 +93,31 @@ def test_a_case_that_ends_a_rank_fails_alone(ranks, case, expected):
     assert {pid for _, pid in before}.isdisjoint(pid for _, pid in after)
 
 
-def test_a_case_that_hangs_says_where():
-    with Ranks(case_s=20.0) as ranks:
-        ranks.run(added, 1)
-        ranks.case_s = 1.0
-        with pytest.raises(RanksError, match=r"rank 0 returned, rank 1 did not end(.|\n)*for_noth"):
-            ranks.run(hanging)
-        ranks.case_s = 20.0
-        assert [int(total) for total, _ in ranks.run(added, 2)] == [5, 5]
+def test_a_case_that_hangs_says_where(ranks, tmp_path, monkeypatch):
+    """By a clock that goes on when both ranks have begun."""
+    clock = SimpleNamespace(monotonic=lambda: CASE_S * (len([*tmp_path.iterdir()]) == 2))
+    monkeypatch.setattr("tests.ranks.time", clock)
+    with pytest.raises(RanksError) as failed:
+        ranks.run(hanging, str(tmp_path))
+    assert "hanging on 2 ranks: rank 0 did not end, rank 1 did not end" in str(failed.value)
+    of_ranks = str(failed.value).split("---- rank 1 printed ----")
+    assert "in waiting_for_the_other" in of_ranks[0]
+    assert "in waiting_for_nothing" in of_ranks[1]
+    assert len(ranks.run(added, next(numbers))) == 2
+
+
+def test_a_rank_that_dies_with_its_result_sent_fails_no_case(ranks):
+    """As gloo may at the end of a process; it is a warning."""
+    assert ranks.run(returning_before_it_dies) == ["all there is"] * 2
+    for rank in ranks._ranks:
+        rank.process.join()
+    with pytest.warns(UserWarning, match="between cases on 2 ranks: rank 0 died of SIGABRT"):
+        assert len(ranks.run(added, next(numbers))) == 2
 
 
 def test_who_asks_again_gets_the_same(ranks):
-    assert ranks.run(added, 5) is ranks.run(added, 5)
+    number = next(numbers)
+    assert ranks.run(added, number) is ranks.run(added, number)
     errors = []
     for _ in range(2):
         with pytest.raises(RanksError) as failed:
