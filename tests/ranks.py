@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,12 +31,24 @@ import torch
 import torch.distributed as dist
 
 # Far above what any case needs, as the cores may be shared, and below pytest's own limit.
-CASE_S = 240.0
-COLLECTIVE_S = 150.0
+CASE_S = 480.0
+COLLECTIVE_S = 300.0
 END_S = 20.0  # of a rank, once another has ended, whom gloo tells at once
 LINES = 60  # of a rank's output in an error
 
 Join = Callable[[int, int, str], None]
+
+
+def forking_context(module: str) -> Any:
+    """multiprocessing's "forkserver", in whose process the module is imported once for all.
+
+    It has one thread: a lock that another holds during a fork stays locked in the child.
+    """
+    multiprocessing.set_forkserver_preload([module])
+    one_thread = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    with mock.patch.dict(os.environ, one_thread):  # of numpy's BLAS, and of pyarrow's jemalloc
+        ensure_running()
+    return multiprocessing.get_context("forkserver")
 
 
 class RanksError(RuntimeError):
@@ -77,7 +90,7 @@ class Ranks:
 
     Args:
         join: `join(rank, world, init_method)` initializes the process group.
-        method: of multiprocessing; "spawn" on GPUs, as CUDA has no forks.
+        method: "forkserver", or "spawn" on GPUs, as CUDA has no forks.
         case_s: the seconds that a case may take, with the start of its processes.
     """
 
@@ -157,8 +170,9 @@ class Ranks:
         return "\n".join([f"{case} on {self.world} ranks: {', '.join(ends)}", *printed])
 
     def _start(self, module: str) -> None:
-        multiprocessing.set_forkserver_preload([module])  # imported once for all
-        context: Any = multiprocessing.get_context(self.method)
+        context: Any = multiprocessing.get_context("spawn")
+        if self.method == "forkserver":
+            context = forking_context(module)
         folder = Path(tempfile.mkdtemp(dir=self._folder.name))
         for rank in range(self.world):
             ours, theirs = context.Pipe()
@@ -169,8 +183,7 @@ class Ranks:
                 args=(theirs, output, self._join, rank, self.world, f"file://{folder}/meet"),
                 daemon=True,
             )
-            with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # no thread where ranks fork
-                process.start()
+            process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, output))
 

@@ -76,7 +76,7 @@ def returning_before_it_dies():
     [
         (
             (killed, signal.SIGSEGV),
-            ("rank 1 died of SIGSEGV", "in killed", "rank 0 of the case", "rank 1 of the case"),
+            ("rank 1 died of SIGSEGV", "error: Segmentation fault", "rank 0 of the case"),
         ),
         ((killed, signal.SIGKILL), ("rank 1 died of SIGKILL", "in killed")),
         ((raising,), ("rank 1 ended with status 1", "ValueError: no such case")),

@@ -194,7 +194,6 @@ def run_malformed(device, *cases):
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
 

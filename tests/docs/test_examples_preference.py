@@ -71,6 +71,7 @@ def test_dpo_on_data_of_ones_own(load, folder, tmp_path, capsys, options):
 @pytest.mark.slow
 def test_dpo_on_two_ranks(folder, tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch.append(ROOT / "tests/docs/leave.py")
     script = [ROOT / "examples/dpo.py", "--model", folder / "tiny", "--out", tmp_path / "out"]
     script += ["--data", folder / "pairs.jsonl", "--batch", 3, "--steps", 2, "--backend", "sdpa"]
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +23,26 @@ LOW = {"fsdp2_bf16", "accelerate_bf16"}
 
 
 @pytest.fixture(scope="module")
-def made():
-    """What a case made on each rank."""
+def ranks():
     with Ranks() as ranks:
-        yield lambda case: ranks.run(run_case, case)
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def made(ranks):
+    """What a case made on each rank."""
+    return lambda case: ranks.run(run_case, case)
+
+
+def threads_of_the_process_they_are_forked_from():
+    return [path.read_text() for path in Path(f"/proc/{os.getppid()}/task").glob("*/comm")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_are_forked_from_one_thread(ranks):
+    """pyarrow's allocator has another, and so has numpy's BLAS on many cores."""
+    for threads in ranks.run(threads_of_the_process_they_are_forked_from):
+        assert len(threads) == 1, threads
 
 
 def plain_model(case: str):

@@ -257,5 +257,5 @@ def test_a_layer_of_one_thread_goes_on_from_that_of_another():
 def test_first_use_in_many_threads():
     """Backends are imported on first use, and models of one config tell each other."""
     run = [sys.executable, "-c", FIRST_USE]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

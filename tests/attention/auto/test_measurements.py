@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import time
 import warnings
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.attention.auto.stand_ins import (  # noqa: F401
     entries,
     explain,
 )
+from tests.ranks import forking_context
 
 SLOW_S = 0.02
 
@@ -169,16 +169,15 @@ def write_many(path, name, done):
 
 def test_concurrent_writers_lose_entries(tmp_path):
     path = tmp_path / "auto.json"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([write_many.__module__])  # which takes seconds to import
+    context = forking_context(write_many.__module__)  # which takes seconds to import
     done = context.Queue()
     writers = [context.Process(target=write_many, args=(path, name, done)) for name in "ab"]
     for writer in writers:
         writer.start()
     for _ in writers:
-        done.get(timeout=120)
+        done.get()
     for writer in writers:
-        writer.join(timeout=60)
+        writer.join()
     assert len(cache_file.read_entries(path)) == 100
     assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
 

@@ -284,7 +284,7 @@ with torch.no_grad():
     print("wrong", run(input_ids=ids, position_ids={TOO_MUCH[words]}).logits.sum().item())
 """
     command = [sys.executable, "-c", 'device = "cuda"' + COMPILED + wrong]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "fine", done.stderr[-2000:]
     assert done.returncode != 0
     # The sentence, or, where the driver swallows it, at least the assertion.
