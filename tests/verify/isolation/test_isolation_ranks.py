@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 
-from tests.two_processes import WORLD, start
-from tests.verify.isolation.isolation_ranks import run
+from tests.ranks import Ranks
+from tests.verify.isolation.isolation_ranks import sentence
 
 WHOLE = "NotImplementedError: verify_isolation runs whole rows on each rank, got "
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    """By rank, what each case raised."""
-    folder = tmp_path_factory.mktemp("isolation")
-    start(run, folder)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+def ranks():
+    with Ranks() as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize(
@@ -31,8 +28,8 @@ def said(tmp_path_factory):
         ("a group", f"{WHOLE}a model with sequence_parallel_group"),
     ],
 )
-def test_every_rank_says_why(said, case, words):
-    first, second = (share[case] for share in said)
+def test_every_rank_says_why(ranks, case, words, tmp_path):
+    first, second = ranks.run(sentence, case, str(tmp_path))
     assert re.match(words, first)
     by_rank_0 = case in ("a leak", "one document")
     assert second == (f"RuntimeError: rank 0 raised {first}" if by_rank_0 else first)
