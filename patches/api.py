@@ -33,6 +33,7 @@ from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
 from flexvarlen.patches.models.layers import attention_layers, recurrent_layers
 from flexvarlen.patches.models.rope import patch_rotary, unpatch_rotary
+from flexvarlen.patches.names import check_names
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import (
     ATTRIBUTE,
@@ -141,6 +142,7 @@ def patch_model(
     why = why_not_class(type(inner), inner.config, settings)
     if why is not None:
         raise NotImplementedError(why)
+    check_names(inner)
     if verify:
         refuse_unloaded(inner)
     parts = ModelParts.of(inner)

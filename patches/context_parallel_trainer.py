@@ -34,6 +34,7 @@ from flexvarlen.patches.api import current_patch, patch_model, transformers_mode
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.shard_collator import CHECKSUM, ShardCollator
 from flexvarlen.patches.state import BackendChoice
+from flexvarlen.upstream import required
 
 
 def share_rows(trainer: Trainer, backend: BackendChoice, ranks: int) -> None:
@@ -191,7 +192,8 @@ class SharedRows(Trainer):  # type: ignore[misc]
         """
         accelerator = self.accelerator
         loader = accelerator.gradient_state.active_dataloader
-        examples = getattr(loader, "remainder", 0)
+        purpose = "the values of the last batch"
+        examples = 0 if loader is None else required(loader, "remainder", purpose)
         if examples > 0:
             loader.remainder = examples * dist.get_world_size(self.group)
         try:
@@ -259,8 +261,12 @@ def has_known_loss(trainer: Trainer) -> bool:
 def is_padded(trainer: Any) -> bool:
     """Whether a trainer of TRL makes padded batches, or samples its own."""
     of_trl = [each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
-    is_sft = any(each.__name__ == "SFTTrainer" for each in of_trl)
-    return bool(of_trl) and not (is_sft and getattr(trainer.data_collator, "padding_free", True))
+    if not any(each.__name__ == "SFTTrainer" for each in of_trl):
+        return bool(of_trl)
+    collator = trainer.data_collator
+    if not type(collator).__module__.startswith("trl."):  # the user's, whose batches are checked
+        return False
+    return not required(collator, "padding_free", "refusing padded batches")
 
 
 def refuse_dispatching(accelerator: Any, loader: DataLoader[Any]) -> None:

@@ -80,9 +80,8 @@ class ModelParts:
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelParts:
         """The parts of a model, whether it is patched or not."""
-        base = _base_of(model)
-        tower = base._modules.get("language_model")
-        text = base if tower is None else tower
+        base = base_of(model)
+        text = text_tower_of(base)
         vision = base._modules.get("visual")
         if not isinstance(vision, PreTrainedModel):
             vision = None
@@ -98,16 +97,16 @@ class ModelParts:
             kinds=kinds_in(text, config),
             vision_kinds=() if vision is None else _vision_kinds(vision),
             recurrent_classes=tuple(map(type, recurrent_layers(text))),
-            uses_hub_kernels=bool(getattr(model, "_use_kernels", False)),
+            uses_hub_kernels=bool(model.use_kernels),
             pipeline_stages=_pipeline_stages(model.config),
             rotary_type=getattr(text._modules.get("rotary_emb"), "rope_type", None),
             first_position=first_position(base),
             max_positions=table_of_positions(base),
             chunk_size=chunk_size_of(config),
-            has_axes="mrope_section" in (config.__dict__.get("rope_parameters") or {}),
+            has_axes="mrope_section" in (getattr(config, "rope_parameters", None) or {}),
             has_longrope=has_longrope(config),
             has_temperature=has_temperature(config),
-            shares_keys=bool(config.__dict__.get("num_kv_shared_layers")),
+            shares_keys=bool(getattr(config, "num_kv_shared_layers", None)),
             drops_keywords=model.config.model_type == "mamba2",
         )
         if base is model:
@@ -156,7 +155,7 @@ def _pipeline_stages(config: Any) -> int:
     return getattr(getattr(config, "distributed_config", None), "pp_size", None) or 1
 
 
-def _base_of(model: PreTrainedModel) -> nn.Module:
+def base_of(model: PreTrainedModel) -> nn.Module:
     """The model without a head."""
     base: nn.Module = model.base_model
     holds_layers = "layers" in model._modules or "language_model" in model._modules
@@ -164,6 +163,12 @@ def _base_of(model: PreTrainedModel) -> nn.Module:
         return base
     found = (part for part in model.children() if isinstance(part, PreTrainedModel))
     return next(found, model)  # Llama4ForCausalLM names another prefix than its attribute
+
+
+def text_tower_of(base: nn.Module) -> nn.Module:
+    """The part of a base model that processes text tokens, which may be all of it."""
+    tower = base._modules.get("language_model")
+    return base if tower is None else tower
 
 
 def _part(whole: nn.Module, name: str) -> nn.Module:

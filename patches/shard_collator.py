@@ -16,6 +16,7 @@ from flexvarlen.layout.labels import IGNORE_INDEX, LABEL_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.parallel.shard import checksum, shard_batch
+from flexvarlen.patches.trainer_callback import below_trainers
 from flexvarlen.recurrent.documents import REACH
 
 CHECKSUM = "row_checksum"
@@ -43,7 +44,7 @@ class ShardCollator:
     @property
     def data_collator(self) -> Any:
         """The collator that is not one of Trainer's wrappers, as theirs have it."""
-        return getattr(self.collate, "data_collator", self.collate)
+        return below_trainers(self.collate)
 
     def __call__(self, features: Any) -> dict[str, Any]:
         """The shard, and the checksum of the row, an int.

@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_utils import RemoveColumnsCollator
 
 from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.packing.dataset import PackedDataset
@@ -19,6 +20,7 @@ from flexvarlen.packing.prefixes import TreeCollator
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.models.unsupported import STATEFUL
 from flexvarlen.patches.state import ATTRIBUTE
+from flexvarlen.upstream import required
 
 
 def register_callback() -> None:
@@ -50,9 +52,15 @@ class CollatorCallback(TrainerCallback):  # type: ignore[misc]
         _check(kwargs.get("model"), kwargs.get("eval_dataloader"))
 
 
+def below_trainers(collator: Any) -> Any:
+    """The collator itself, where Trainer wraps it to remove unused columns."""
+    if isinstance(collator, RemoveColumnsCollator):
+        return required(collator, "data_collator", "what it checks of collators")
+    return getattr(collator, "data_collator", collator)  # `ShardCollator` wraps another too
+
+
 def _check(model: Any, loader: Any) -> None:
-    collator = getattr(loader, "collate_fn", None)
-    collator = getattr(collator, "data_collator", collator)  # below Trainer's, for unused columns
+    collator = below_trainers(getattr(loader, "collate_fn", None))  # events may have no loader
     if not isinstance(collator, PackedCollator | TreeCollator):
         return
     if is_dispatched([loader]):

@@ -7,6 +7,7 @@ itself is a ValueError of `patch_model`, and what a backend cannot serve is its 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from flexvarlen.patches.models.heads import heads_of
 from flexvarlen.patches.models.rope import why_not_dynamic
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import Settings
+from flexvarlen.upstream import required
 
 _DOCUMENT_ALONE = "use the model's own attention, one document per row."
 
@@ -66,9 +68,10 @@ _ON_EACH_TOKEN = {
 def why_not_adapters(*modules: nn.Module) -> str | None:
     """Why the adapters of these modules do not go with several documents in a row, or None."""
     for module in modules:
-        adapters = getattr(module, "peft_config", None)  # configs by name, as PEFT stores them
+        adapters = _adapters(module)
         for config in adapters.values() if isinstance(adapters, Mapping) else ():
             name, kind = type(config).__name__, getattr(config, "peft_type", None)
+            # only a LoraConfig has these; a kind that is not known is refused
             if getattr(config, "alora_invocation_tokens", None):
                 name = f"{name} with alora_invocation_tokens"
             elif str(getattr(kind, "value", kind)) in _ON_EACH_TOKEN:
@@ -81,6 +84,14 @@ def why_not_adapters(*modules: nn.Module) -> str | None:
     return None
 
 
+def _adapters(module: nn.Module) -> Any:
+    """A module's configs of adapters by name, as PEFT stores them; None without."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is not None and isinstance(module, tuners.BaseTuner):
+        return required(module, "peft_config", "refusing adapters whose effect depends on the row")
+    return getattr(module, "peft_config", None)  # a transformers model may hold them too
+
+
 # ---- the class of model ----
 
 
@@ -88,7 +99,7 @@ def encoder_and_decoder(
     model_class: type[PreTrainedModel], config: Any, settings: Settings
 ) -> str | None:
     """Two stacks of layers, such as T5's."""
-    if not getattr(config, "is_encoder_decoder", False):
+    if not config.is_encoder_decoder:
         return None
     return (
         f"model must have one stack of layers, got {model_class.__name__}, an encoder with a "
@@ -154,7 +165,7 @@ def not_verifiable(parts: ModelParts, settings: Settings) -> str | None:
 
 def encoder_as_decoder(parts: ModelParts, settings: Settings) -> str | None:
     """An encoder with a cache, and perhaps cross-attention."""
-    if not parts.model_config.__dict__.get("is_decoder"):
+    if not getattr(parts.model_config, "is_decoder", False):  # which encoders alone have
         return None
     return (
         f"an encoder must not be a decoder, got a {parts.model_config.model_type} model with "
@@ -239,12 +250,18 @@ OTHER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "mlp"
 
 CONVOLUTION = "causal_conv1d_fn"
 """The function through which every supported recurrent layer mixes tokens first."""
+SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
+"""The functions through which layers with a state mix them next: each of them has one."""
+
+
+def _layer_types(parts: ModelParts) -> list[str]:
+    """By layer; [] of a config with one kind (`patches.names` lists those with several)."""
+    return list(getattr(parts.config, "layer_types", None) or ())
 
 
 def unknown_layers(parts: ModelParts, settings: Settings) -> str | None:
     """Kinds of layers that no verified family has."""
-    types = getattr(parts.config, "layer_types", None) or ()
-    unknown = sorted(set(types) - {*RECURRENT_TYPES, *OTHER_TYPES})
+    unknown = sorted(set(_layer_types(parts)) - {*RECURRENT_TYPES, *OTHER_TYPES})
     if settings.verify or not unknown:
         return None
     return (
@@ -256,20 +273,25 @@ def unknown_layers(parts: ModelParts, settings: Settings) -> str | None:
 
 def recurrent_layers(parts: ModelParts, settings: Settings) -> str | None:
     """Recurrent layers that do not call the functions which `patch_model` replaces."""
-    types = getattr(parts.config, "layer_types", None) or ()
-    expected = sum(x in RECURRENT_TYPES for x in types)
+    types = [x for x in _layer_types(parts) if x in RECURRENT_TYPES]
+    expected = len(types)
     if len(parts.recurrent_classes) != expected:
         return (
             "a model must have as many layers with a convolution conv1d or conv as recurrent ones "
             f"that its config.layer_types names, {expected}, got {len(parts.recurrent_classes)}; "
             "use the model's own implementation, one document per row."
         )
+    wanted: tuple[tuple[str, ...], ...] = ((CONVOLUTION,),)
+    if set(types) != {"conv"}:
+        wanted += (SCANS,)
     for cls in parts.recurrent_classes:
-        if CONVOLUTION not in functions_of(cls):
+        functions = functions_of(cls)
+        absent = next((names for names in wanted if functions.keys().isdisjoint(names)), None)
+        if absent is not None:
             return (
-                f"a recurrent layer must call transformers' {CONVOLUTION}, got a {cls.__name__} "
-                "that does not, whose state would run over all documents; use the model's own "
-                "implementation, one document per row."
+                f"a recurrent layer must call transformers' {' or '.join(absent)}, got a "
+                f"{cls.__name__} that does not, whose state would run over all documents; use the "
+                "model's own implementation, one document per row."
             )
     if expected and parts.uses_hub_kernels:
         return (

@@ -40,6 +40,7 @@ ORDER = (
     "patches.isolation",
     "patches.forward",
     "patches.attention",
+    "patches.names",
     "patches.why_not",
     "patches.state",
     "patches.parts",
@@ -61,6 +62,7 @@ ORDER = (
     "reference",
     "env",
     "import_hook",
+    "upstream",
     "_version",
 )
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flexvarlen.upstream import required
+
 DISPATCH_NOTHING = (
     'set dispatch_batches=False (in Trainer accelerator_config={"dispatch_batches": False})'
 )
@@ -66,15 +68,20 @@ def current_pass(sampler: object, of: object = None) -> LoaderPass | None:
     if (state := sys.modules.get("accelerate.state")) is None:
         return None
     for loader in reversed(state.GradientState().dataloader_references):
-        if getattr(loader, "iteration", None) is None or (of is not None and loader is not of):
+        dispatches = _dispatches(loader)
+        has_epochs = dispatches or _instances([loader], "DataLoaderShard")
+        if not has_epochs or (of is not None and loader is not of):
             continue
         if chain := _batch_samplers(loader, sampler):
-            dispatches = hasattr(loader, "slice_fn")  # a DataLoaderDispatcher
-            dealers = [loader.state] if dispatches else chain
-            processes = max(getattr(each, "num_processes", 1) for each in dealers)
-            splits = any(getattr(each, "split_batches", False) for each in [loader, *chain])
+            _of_pass(loader, "iteration")
+            shards = _instances(chain, "BatchSamplerShard")
+            dealers = [loader.state] if dispatches else shards
+            processes = max((_of_pass(each, "num_processes") for each in dealers), default=1)
+            splitters = [loader, *shards] if dispatches else shards
+            splits = any(_of_pass(each, "split_batches") for each in splitters)
             rows = (getattr(chain[-1], "batch_size", None) or 1) * (1 if splits else processes)
-            skipped = max(getattr(each, "skip_batches", 0) for each in chain)
+            skippers = _instances(chain, "SkipBatchSampler")
+            skipped = max((_of_pass(each, "skip_batches") for each in skippers), default=0)
             draws = not dispatches or loader.state.process_index == 0
             return LoaderPass(loader, processes, rows, skipped, dispatches, draws)
     return None
@@ -90,7 +97,23 @@ def is_dispatched(loaders: Sequence[Any] | None = None) -> bool:
         if (state := sys.modules.get("accelerate.state")) is None:
             return False
         loaders = state.GradientState().dataloader_references
-    return any(hasattr(x, "slice_fn") and x.state.num_processes > 1 for x in loaders)
+    return any(_dispatches(x) and x.state.num_processes > 1 for x in loaders)
+
+
+def _instances(objects: Sequence[Any], name: str) -> list[Any]:
+    """Those of a class of accelerate's loaders; none where accelerate is not imported."""
+    module = sys.modules.get("accelerate.data_loader")
+    kind = None if module is None else required(module, name, "the state of a loader")
+    return [] if kind is None else [each for each in objects if isinstance(each, kind)]
+
+
+def _dispatches(loader: Any) -> bool:
+    """Whether one process loads the batches of all."""
+    return bool(_instances([loader], "DataLoaderDispatcher"))
+
+
+def _of_pass(owner: Any, name: str) -> Any:
+    return required(owner, name, "the rows that a loader has drawn")
 
 
 def _batch_samplers(loader: Any, sampler: object) -> list[Any]:

@@ -221,10 +221,27 @@ class PackedForward:
             call = found.call
             if call.dtype == dtype and call.needs_grad == needs_grad:
                 return found
+        elif self.kinds:
+            self._check_known(kind)
         made = self._make_route(kind, dtype, needs_grad)
         if not torch.compiler.is_compiling():
             self.routes[kind] = made
         return made
+
+    def _check_known(self, kind: LayerKind) -> None:
+        """Refuse a layer that passes other numbers than it had when the model was patched.
+
+        Its attributes and its call must agree: a keyword that a release of transformers renamed
+        does not arrive, and an attribute is not found.
+        """
+        known = [each.numbers for each in self.kinds]
+        if kind.numbers not in known:
+            raise NotImplementedError(
+                "an attention layer must compute what its config and its attributes said when the "
+                f"model was patched, {' or '.join(map(str, known))}, got {kind.numbers}; call "
+                "patch_model after the last change, and use a release of transformers that "
+                "flexvarlen allows."
+            )
 
     def _make_route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
         layout, layout_k, shard = self.layout, None, self.layout.shard

@@ -6,6 +6,10 @@ import sys
 
 import torch
 
+from flexvarlen.upstream import required, why_absent
+
+_PURPOSE = "refusing rows whose tokens are sharded"
+
 
 def refuse_context_parallel() -> None:
     """Raise if accelerate or torch shards the tokens of a row over ranks.
@@ -17,7 +21,8 @@ def refuse_context_parallel() -> None:
     tracing.
 
     Raises:
-        NotImplementedError: accelerate is configured for it, or torch's `context_parallel` is on.
+        NotImplementedError: accelerate is configured for it, or torch's `context_parallel` is on;
+            or accelerate does not say.
     """
     if _is_sharded_by_accelerate():
         raise NotImplementedError(
@@ -38,8 +43,14 @@ def _is_sharded_by_accelerate() -> bool:
     state = sys.modules.get("accelerate.state")  # if not imported, it cannot be sharding
     if state is None:
         return False
-    config = state.AcceleratorState._shared_state.get("parallelism_config")
-    return any(getattr(config, name, False) for name in ("cp_enabled", "sp_enabled"))
+    made = state.AcceleratorState._shared_state  # empty where no Accelerator was made
+    if made and "parallelism_config" not in made:
+        raise NotImplementedError(
+            why_absent(state.AcceleratorState, "parallelism_config", _PURPOSE)
+        )
+    config = made.get("parallelism_config")
+    names = () if config is None else ("cp_enabled", "sp_enabled")
+    return any([required(config, name, _PURPOSE) for name in names])
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

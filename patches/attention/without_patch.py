@@ -28,6 +28,7 @@ from flexvarlen.patches.batch.unsupported_keywords import refuse_unread
 from flexvarlen.patches.models.families import why_not_by_name
 from flexvarlen.patches.models.layers import chunk_size_of, has_temperature
 from flexvarlen.patches.models.rope import why_not_by_layer
+from flexvarlen.patches.names import check_layer
 
 
 def refuse_by_name(attention_mask: Any, kwargs: dict[str, Any]) -> None:
@@ -90,6 +91,7 @@ def packed_by_name(
         why = why_not_by_name(config.model_type) or why_not_by_layer(config)
         if why is not None:
             raise NotImplementedError(why)
+        check_layer(layer)
         checked = Unpacked(backend, resolve_flag(DETERMINISTIC), resolve_flag(BATCH_INVARIANT))
     given: Any = {name: kwargs.get(name) for name in (*BOUNDARIES, "position_ids")}
     shape = (query.shape[0], query.shape[2])

@@ -16,6 +16,7 @@ from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.state import CONTEXT
+from flexvarlen.upstream import required
 
 
 def scale_noise_by_document(model: Any) -> None:
@@ -28,14 +29,14 @@ def scale_noise_by_document(model: Any) -> None:
         NotImplementedError: under `fullgraph=True`; other compiled graphs break here.
     """
     embeddings: nn.Module | None = model.get_input_embeddings()
-    if embeddings is None or "neftune_noise_alpha" not in embeddings.__dict__:
+    hooks: Any = {} if embeddings is None else embeddings._forward_hooks
+    if not any(hook in (neftune_post_forward_hook, _add_noise) for hook in hooks.values()):
         return
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             "neftune_noise_alpha must be used without torch.compile in a patched model, as its "
             "noise depends on the documents, got a compiled graph; leave one of them out."
         )
-    hooks: Any = embeddings._forward_hooks
     for key, hook in hooks.items():
         if hook is neftune_post_forward_hook:
             hooks[key] = _add_noise
@@ -67,6 +68,7 @@ def _add_noise(embeddings: Any, args: tuple[Any, ...], output: Tensor) -> Tensor
             )
             tokens = torch.where(one_each, row_tokens, tokens)
         tokens = tokens.view(*output.shape[:2], 1)
-    bound = embeddings.neftune_noise_alpha / (tokens * output.shape[-1]) ** 0.5
+    alpha = required(embeddings, "neftune_noise_alpha", "NEFTune's noise by document")
+    bound = alpha / (tokens * output.shape[-1]) ** 0.5
     noisy: Tensor = output + (torch.zeros_like(output).uniform_(-1, 1) * bound).to(output.dtype)
     return noisy

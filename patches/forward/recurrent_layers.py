@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flexvarlen.patches.attention.packed_forward import PackedForward, Unpacked
 from flexvarlen.patches.state import CONTEXT, LOST_DOCUMENTS, LostDocuments
-from flexvarlen.patches.why_not import CONVOLUTION, functions_of
+from flexvarlen.patches.why_not import CONVOLUTION, SCANS, functions_of
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels import let_fla_run
 from flexvarlen.recurrent.layer_functions import (
@@ -32,9 +32,7 @@ DOCUMENTS = "seq_idx"
 
 _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     CONVOLUTION: convolve,
-    "torch_chunk_gated_delta_rule": gated_delta_rule,
-    "chunk_kimi_delta_attention": gated_delta_rule,
-    "mamba2_chunk_scan": mamba2_scan,
+    **dict(zip(SCANS, (gated_delta_rule, gated_delta_rule, mamba2_scan), strict=True)),
 }
 _FUSED = "mamba2_split_conv1d_scan_combined"
 """Convolution and scan in one kernel. Given documents its wrapper returns None, and the layer then

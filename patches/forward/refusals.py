@@ -20,6 +20,7 @@ from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.models.heads import CAUSAL
 from flexvarlen.patches.state import CONTEXT, LostDocuments
 from flexvarlen.patches.why_not import why_no_trees
+from flexvarlen.upstream import required
 
 HEAD_DROPPED_DOCUMENTS = (
     "a patched head's forward must pass its **kwargs on to its base model, as they carry the "
@@ -120,9 +121,11 @@ def refuse_reentrant_checkpoints(tower: nn.Module) -> None:
     Raises:
         NotImplementedError: they are on, patched or not.
     """
-    checkpoint: Any = tower.__dict__.get("_gradient_checkpointing_func")
-    is_reentrant = getattr(checkpoint, "keywords", {}).get("use_reentrant")
-    if is_reentrant and tower.training and tower.gradient_checkpointing:
+    if not (tower.training and tower.gradient_checkpointing):
+        return
+    name = "_gradient_checkpointing_func"
+    checkpoint = required(tower, name, "refusing reentrant checkpoints")
+    if getattr(checkpoint, "keywords", {}).get("use_reentrant"):  # transformers' own is a partial
         raise NotImplementedError(
             "gradient checkpointing must not be reentrant in a model whose layers share keys and "
             "values, got use_reentrant=True, under which their gradients are lost; call "

@@ -22,6 +22,7 @@ from flexvarlen.measure.random_state import RandomState
 from flexvarlen.patches.isolation.documents import documents_of, units_of
 from flexvarlen.patches.isolation.tokens import outside, special_tokens, with_other_tokens
 from flexvarlen.patches.isolation.trace import Trace, by_token, tensors_in
+from flexvarlen.upstream import required
 
 if TYPE_CHECKING:
     from flexvarlen.verify.experiment.batch import PackedBatch
@@ -239,13 +240,11 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 def why_no_gradients(model: nn.Module) -> str | None:
     """Why gradients of the embeddings alone cannot be had: checkpoints that are reentrant."""
     for module in model.modules():
-        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        keywords: dict[str, Any] = getattr(checkpoint, "keywords", {})
-        if (
-            module.training
-            and getattr(module, "gradient_checkpointing", False)
-            and keywords.get("use_reentrant", False)
-        ):
+        if not (module.training and getattr(module, "gradient_checkpointing", False)):
+            continue
+        name = "_gradient_checkpointing_func"
+        checkpoint = required(module, name, "finding reentrant checkpoints")
+        if getattr(checkpoint, "keywords", {}).get("use_reentrant"):
             return "its gradient checkpointing is reentrant (pass use_reentrant=False)"
     return None
 

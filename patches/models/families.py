@@ -300,8 +300,8 @@ FAMILIES: tuple[Family, ...] = (
 BY_TYPE: dict[str, Family] = {family.model_type: family for family in FAMILIES}
 
 _VISION_TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-_TEXT_TOWERS = {f"{name}_text": BY_TYPE[name] for name in _VISION_TOWERS}
-_VERIFIED = {**BY_TYPE, **_TEXT_TOWERS}
+TEXT_TOWERS = {f"{name}_text": BY_TYPE[name] for name in _VISION_TOWERS}
+_VERIFIED = {**BY_TYPE, **TEXT_TOWERS}
 
 
 def is_verified(model_class: type, model_type: str) -> bool:

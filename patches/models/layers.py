@@ -58,6 +58,11 @@ def attention_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model.modules() if "is_causal" in layer.__dict__]
 
 
+def attention_modules(tower: nn.Module) -> list[nn.Module]:
+    """The modules of a tower that are named as layers name their attention."""
+    return [part for name, part in tower.named_modules() if name.rpartition(".")[2] in _ATTENTION]
+
+
 def recurrent_layers(tower: nn.Module) -> list[nn.Module]:
     """The layers of a text tower that hold a short convolution, also inside PEFT's wrapper."""
     found = []
@@ -71,15 +76,15 @@ def recurrent_layers(tower: nn.Module) -> list[nn.Module]:
 
 def first_position(base: nn.Module) -> int:
     """The position of a document's first token: RoBERTa counts from padding_idx + 1."""
-    embeddings = base._modules.get("embeddings")
+    embeddings: Any = getattr(base, "embeddings", None)  # passed on by PEFT's wrapper
     if hasattr(embeddings, "create_position_ids_from_input_ids"):
-        return int(embeddings.padding_idx) + 1  # type: ignore[union-attr, arg-type]
+        return int(embeddings.padding_idx) + 1
     return 0
 
 
 def table_of_positions(base: nn.Module) -> int | None:
     """Tokens of the longest document that an encoder's learned positions reach; None: no table."""
-    table: Any = getattr(base._modules.get("embeddings"), "position_embeddings", None)
+    table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
     return table.num_embeddings - first_position(base) if isinstance(table, nn.Embedding) else None
 
 
@@ -136,6 +141,12 @@ class LayerKind(NamedTuple):
     def spec(self) -> MaskSpec:
         """The mask of these layers."""
         return MaskSpec.of(causal=self.causal, window=self.window, chunk=self.chunk)
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What attention computes, whatever the heads."""
+        names = ("causal", "window", "chunk", "scale", "softcap", "sinks")
+        return {name: getattr(self, name) for name in names}
 
     def per_rank(self, ranks: int) -> LayerKind:
         """The same with the heads of one of the ranks that a row is sharded over."""
@@ -201,7 +212,7 @@ def window_of(layer: nn.Module) -> int | None:
 
 def chunk_size_of(config: Any) -> int | None:
     """The chunk size of chunked layers (Llama 4), or None."""
-    size: int | None = text_config_of(config).__dict__.get("attention_chunk_size")
+    size: int | None = getattr(text_config_of(config), "attention_chunk_size", None)
     return size
 
 
@@ -215,7 +226,7 @@ def chunk_of(layer: nn.Module, chunk_size: int | None) -> int | None:
 
 def has_temperature(config: Any) -> bool:
     """Whether layers without RoPE scale their queries by the token's position (Llama 4)."""
-    return bool(config.__dict__.get("attn_temperature_tuning"))
+    return bool(getattr(config, "attn_temperature_tuning", False))
 
 
 def kinds_in(tower: nn.Module, config: Any) -> tuple[LayerKind, ...]:
