@@ -9,7 +9,7 @@ PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 PYTEST_ARGS ?= -n 2 --dist worksteal
 EVIDENCE := tests/bench tests/verify/experiment tests/docs/test_notebooks.py
 # What test-newest runs: each mechanism that touches another package, in a few minutes.
-CORE := $(addprefix tests/patches/,test_patch_undo.py test_accelerate.py test_trainer.py \
+CORE := $(addprefix tests/patches/,test_names.py test_patch_undo.py test_accelerate.py test_trainer.py \
 	test_trainers.py test_trl.py test_verify_unknown.py test_shared_config.py test_embed.py \
 	test_lm_head.py forward/test_adapters.py forward/test_neftune.py \
 	attention/test_routing.py attention/test_generate.py batch/test_found_layout.py \

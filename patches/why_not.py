@@ -70,11 +70,10 @@ def why_not_adapters(*modules: nn.Module) -> str | None:
     for module in modules:
         adapters = _adapters(module)
         for config in adapters.values() if isinstance(adapters, Mapping) else ():
-            name, kind = type(config).__name__, getattr(config, "peft_type", None)
-            # only a LoraConfig has these; a kind that is not known is refused
-            if getattr(config, "alora_invocation_tokens", None):
+            name, kind = type(config).__name__, _kind_of(config)
+            if kind == "LORA" and required(config, "alora_invocation_tokens", _REFUSING):
                 name = f"{name} with alora_invocation_tokens"
-            elif str(getattr(kind, "value", kind)) in _ON_EACH_TOKEN:
+            elif kind in _ON_EACH_TOKEN:
                 continue
             return (
                 "a PEFT adapter must be known to act on each token alone, as LoRA does, and not on "
@@ -84,11 +83,20 @@ def why_not_adapters(*modules: nn.Module) -> str | None:
     return None
 
 
+_REFUSING = "refusing adapters whose effect depends on the row"
+
+
+def _kind_of(config: Any) -> str:
+    """The name of an adapter's method; one that does not tell is none of those that are known."""
+    kind = getattr(config, "peft_type", None)
+    return str(getattr(kind, "value", kind))
+
+
 def _adapters(module: nn.Module) -> Any:
     """A module's configs of adapters by name, as PEFT stores them; None without."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is not None and isinstance(module, tuners.BaseTuner):
-        return required(module, "peft_config", "refusing adapters whose effect depends on the row")
+        return required(module, "peft_config", _REFUSING)
     return getattr(module, "peft_config", None)  # a transformers model may hold them too
 
 
