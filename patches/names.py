@@ -147,7 +147,10 @@ INTERFACES = (
     Interface(
         "transformers.masking_utils.sdpa_mask",
         "the masks of models that are not patched",
-        ("batch_size", "q_length", "kv_length", "q_offset", "mask_function", "attention_mask"),
+        (
+            *("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function"),
+            *("attention_mask", "use_vmap"),
+        ),
     ),
     Interface(
         "transformers.loss.loss_utils.ForCausalLMLoss",

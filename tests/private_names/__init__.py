@@ -2,7 +2,8 @@
 
 Private names, and public ones whose parameters, instance attributes or behaviour are not documented
 to stay. `tests/test_private_names.py` looks each of them up: the first thing to run against a new
-release, `make test-newest` does.
+release, `make test-newest` does. What `patch_model` looks up itself (`flexvarlen/patches/names.py`)
+is not listed.
 """
 
 from __future__ import annotations

@@ -16,18 +16,6 @@ ACCELERATE = (
         "accelerate.state.AcceleratorState._shared_state",
         "patches/attention/refuse_context_parallel.py",
     ),
-    Name(
-        "accelerate.state.AcceleratorState.parallelism_config",
-        "patches/attention/refuse_context_parallel.py",
-    ),
-    Name(
-        "accelerate.parallelism_config.ParallelismConfig.cp_enabled",
-        "patches/attention/refuse_context_parallel.py",
-    ),
-    Name(
-        "accelerate.parallelism_config.ParallelismConfig.sp_enabled",
-        "patches/attention/refuse_context_parallel.py",
-    ),
     Name("accelerate.state.GradientState.dataloader_references", _PASS),
     *(
         Name(f"accelerate.state.GradientState.{name}", "patches/forward/guards.py")
@@ -36,17 +24,10 @@ ACCELERATE = (
     *(
         Name(f"accelerate.data_loader.{name}", _PASS)
         for name in (
-            "DataLoaderShard.iteration",
             "DataLoaderShard.end_of_dataloader",
-            "DataLoaderDispatcher.iteration",
-            "DataLoaderDispatcher.slice_fn",
-            "DataLoaderDispatcher.split_batches",
             "DataLoaderDispatcher.state",
             "BatchSamplerShard.batch_sampler",
-            "BatchSamplerShard.num_processes",
-            "BatchSamplerShard.split_batches",
             "SkipBatchSampler.batch_sampler",
-            "SkipBatchSampler.skip_batches",
         )
     ),
     Name(
@@ -98,7 +79,6 @@ TRL = (
         for name in ("GRPOTrainer", "RLOOTrainer")
     ),
     Name("trl.SFTTrainer.compute_loss", _SHARES, says="num_items_in_batch gather_for_metrics"),
-    Name("trl.trainer.sft_trainer.DataCollatorForLanguageModeling.padding_free", _SHARES),
     Name(
         "trl.trainer.utils.add_fused_lm_head | trl.models.utils.add_fused_lm_head"
         " | trl.trainer.grpo_trainer.add_fused_lm_head",
@@ -112,9 +92,7 @@ _ADAPTERS = "patches/why_not.py"
 PEFT = (
     Name("peft.PeftModel.peft_config", _ADAPTERS),
     Name("peft.PeftModel.get_prompt", "patches/forward/guards.py"),
-    Name("peft.tuners.tuners_utils.BaseTuner.peft_config", _ADAPTERS),
     Name("peft.PeftConfig.peft_type", _ADAPTERS),
-    Name("peft.LoraConfig.alora_invocation_tokens", _ADAPTERS),
 )
 
 _BOUNDARIES = "cu_seqlens chunk_indices"

@@ -32,12 +32,6 @@ TRANSFORMERS = (
     Name("transformers.AttentionMaskInterface.register", _FUNCTIONS),
     Name("transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS", "patches/verification.py"),
     Name(
-        "transformers.masking_utils.sdpa_mask",
-        _FUNCTIONS,
-        takes="batch_size q_length kv_length q_offset kv_offset attention_mask use_vmap "
-        "mask_function",
-    ),
-    Name(
         "transformers.masking_utils.or_masks",
         "patches/models/image_masks.py",
         holds=behaviour.overlays_have_the_code_of_or_masks,
@@ -73,7 +67,6 @@ TRANSFORMERS = (
             "get_experts_implementation": "patches/verification.py",
             "set_experts_implementation": "patches/verification.py reference/model.py",
             "_supports_sdpa": "reference/model.py",
-            "_use_kernels": "patches/parts.py",
         }.items()
     ),
     Name(
@@ -127,42 +120,14 @@ TRANSFORMERS = (
     # what layers hold, and are given
     *(
         Name(f"{_LLAMA}.LlamaAttention.{name}", _LAYERS)
-        for name in ("is_causal", "layer_idx", "head_dim", "num_key_value_groups", "scaling")
+        for name in ("head_dim", "num_key_value_groups")
     ),
-    Name(f"{_LLAMA}.LlamaAttention.layer_idx", "patches/attention/without_patch.py"),
     Name(f"{_LLAMA}.LlamaDecoderLayer.self_attn", _LAYERS),
     Name(f"{_LLAMA}.LlamaModel.layers", _LAYERS),
-    Name(f"{_LLAMA}.LlamaModel.rotary_emb", "patches/models/rope.py"),
-    Name(
-        f"{_LLAMA}.LlamaModel.forward",
-        f"patches/forward/steps.py {_INPUTS}",
-        takes="input_ids attention_mask position_ids past_key_values|cache inputs_embeds use_cache",
-    ),
     Name(
         f"{_LLAMA}.LlamaForCausalLM.forward",
         "patches/forward/steps.py patches/forward/sequence_parallel.py",
-        takes="labels logits_to_keep",
-    ),
-    Name(
-        "transformers.models.mamba2.modeling_mamba2.Mamba2Model.forward",
-        _INPUTS,
-        takes="cache_params|cache",
-    ),
-    Name("transformers.models.qwen2.modeling_qwen2.Qwen2Attention.sliding_window", _LAYERS),
-    Name(
-        "transformers.models.gemma2.modeling_gemma2.Gemma2Attention.attn_logit_softcapping",
-        _LAYERS,
-    ),
-    Name(
-        "transformers.models.gemma2.modeling_gemma2.Gemma2Attention.forward",
-        _FUNCTIONS,
-        says="softcap= sliding_window=",
-    ),
-    Name("transformers.models.gpt_oss.modeling_gpt_oss.GptOssAttention.sinks", _LAYERS),
-    Name(
-        "transformers.models.gpt_oss.modeling_gpt_oss.GptOssAttention.forward",
-        _FUNCTIONS,
-        says="s_aux=",
+        takes="logits_to_keep",
     ),
     *(
         Name(
@@ -171,44 +136,11 @@ TRANSFORMERS = (
         )
         for name in ("kv_lora_rank", "qk_head_dim", "v_head_dim")
     ),
-    *(
-        Name(f"{_LLAMA4}.Llama4TextAttention.{name}", "patches/models/llama4.py")
-        for name in ("floor_scale", "attn_scale", "use_rope")
-    ),
-    *(
-        Name(f"transformers.models.llama4.configuration_llama4.Llama4TextConfig.{name}", used_by)
-        for name, used_by in {
-            "attention_chunk_size": _LAYERS,
-            "attn_temperature_tuning": _LAYERS,
-            "layer_types": _LAYERS,
-            "rope_parameters": "patches/models/rope.py",
-        }.items()
-    ),
     Name(
         f"{_GEMMA4}.Gemma4TextModel.forward",
         "patches/forward/steps.py",
         takes="logits_to_keep|kwargs",
     ),
-    *(
-        Name(
-            f"transformers.models.gemma4.configuration_gemma4.Gemma4TextConfig.{name}",
-            used_by,
-        )
-        for name, used_by in {
-            "num_kv_shared_layers": "patches/parts.py",
-            "use_bidirectional_attention": "patches/why_not.py",
-        }.items()
-    ),
-    Name(
-        "transformers.models.roberta.modeling_roberta.RobertaEmbeddings"
-        ".create_position_ids_from_input_ids",
-        _LAYERS,
-    ),
-    Name(
-        "transformers.models.roberta.modeling_roberta.RobertaEmbeddings.padding_idx",
-        _LAYERS,
-    ),
-    Name("transformers.models.bert.modeling_bert.BertModel.pooler", "patches/forward/padding.py"),
     Name("transformers.models.bert.modeling_bert.BertModel.encoder", _LAYERS),
     Name("transformers.models.bert.modeling_bert.BertEncoder.layer", _LAYERS),
     Name("transformers.models.modernbert.modeling_modernbert.ModernBertEncoderLayer.attn", _LAYERS),
@@ -222,33 +154,19 @@ TRANSFORMERS = (
         "transformers.models.mixtral.modeling_mixtral.MixtralForCausalLM.router_aux_loss_coef",
         _HEADS,
     ),
-    Name("transformers.modeling_outputs.MoeCausalLMOutputWithPast.aux_loss", _HEADS),
-    Name(
-        "transformers.modeling_outputs.MoeModelOutputWithPast.router_logits",
-        "patches/forward/padding.py",
-    ),
     # configs, of which a field that is missing would count as not set
     *(
         Name(f"transformers.{name}", used_by)
         for name, used_by in {
-            "LlamaConfig.use_cache": "patches/forward/steps.py",
-            "LlamaConfig.rope_parameters": "patches/models/rope.py",
             "LlamaConfig.max_position_embeddings": "patches/embed.py",
-            "LlamaConfig.num_attention_heads": _LAYERS,
             "LlamaConfig.num_key_value_heads": _LAYERS,
             "LlamaConfig.hidden_size": _LAYERS,
             "LlamaConfig.attention_dropout": _FUNCTIONS,
             "LlamaConfig.pad_token_id": "patches/forward/steps.py",
             "BertConfig.attention_probs_dropout_prob": _FUNCTIONS,
-            "BertConfig.is_decoder": "patches/why_not.py",
-            "Qwen2Config.layer_types": f"{_LAYERS} patches/why_not.py",
-            "Qwen2Config.sliding_window": _LAYERS,
             "Gemma2Config.attn_logit_softcapping": "reference/model.py",
-            "MixtralConfig.output_router_logits": "patches/why_not.py patches/forward/inputs.py",
             "Qwen3VLMoeTextConfig.router_aux_loss_coef": _HEADS,
-            "Qwen2VLConfig.text_config": f"{_LAYERS} patches/state.py",
             "Qwen2VLConfig.vision_config": _TOWER,
-            "PreTrainedConfig.is_encoder_decoder": "patches/why_not.py",
         }.items()
     ),
     # caches
@@ -260,8 +178,6 @@ TRANSFORMERS = (
         "patches/batch/unpacked_rows.py",
     ),
     # images
-    Name(f"{_QWEN2_VL}.Qwen2VLModel.visual", "patches/parts.py"),
-    Name(f"{_QWEN2_VL}.Qwen2VLModel.language_model", "patches/parts.py"),
     Name(f"{_QWEN2_VL}.Qwen2VLModel.rope_deltas", "patches/batch/positions.py"),
     Name(
         f"{_QWEN2_VL}.Qwen2VLModel.get_rope_index",
@@ -275,13 +191,12 @@ TRANSFORMERS = (
     ),
     *(
         Name(f"{_QWEN25_VL}.Qwen2_5_VisionTransformerPretrainedModel.{name}", _TOWER)
-        for name in ("spatial_merge_size", "window_size", "patch_size")
+        for name in ("patch_size",)
     ),
     Name(f"{_QWEN25_VL}.Qwen2_5_VisionTransformerPretrainedModel.blocks", _LAYERS),
     *(
         Name(f"{_QWEN3_VL}.Qwen3VLVisionModel.{name}", _TOWER)
         for name in (
-            "num_grid_per_side",
             "interpolation_mode",
             "interpolation_align_corners",
         )
@@ -319,17 +234,7 @@ TRANSFORMERS = (
     # recurrent layers look these up in their modules, and hand them seq_idx
     *(
         Name(f"transformers.models.{family}.modeling_{family}.{name}", _RECURRENT)
-        for family, name in (
-            *((family, "mamba2_chunk_scan") for family in _SSD),
-            *((family, "mamba2_split_conv1d_scan_combined") for family in _SSD),
-            *((family, "causal_conv1d_fn") for family in (*_SSD, "lfm2", "kimi_linear")),
-            *(
-                (family, name)
-                for family in ("olmo_hybrid", "qwen3_5", "qwen3_next")
-                for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
-            ),
-            ("kimi_linear", "chunk_kimi_delta_attention"),
-        )
+        for family, name in ((family, "mamba2_split_conv1d_scan_combined") for family in _SSD)
     ),
     Name(
         "transformers.models.qwen3_5.modeling_qwen3_5.torch_chunk_gated_delta_rule",
@@ -368,10 +273,6 @@ TRANSFORMERS = (
     Name("transformers.trainer_utils.seed_worker", _SHARES, takes="rank"),
     Name("transformers.Trainer.prediction_step", "patches/forward/guards.py"),
     Name("transformers.trainer.DEFAULT_CALLBACKS", "patches/trainer_callback.py"),
-    Name(
-        "transformers.trainer_utils.RemoveColumnsCollator.data_collator",
-        "patches/trainer_callback.py",
-    ),
     Name(
         "transformers.integrations.neftune.neftune_post_forward_hook",
         "patches/forward/neftune.py",
