@@ -47,7 +47,7 @@ def outcomes(cases: Iterable[Case]) -> dict[Case, str]:
         input=json.dumps(cases),
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=3000,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]

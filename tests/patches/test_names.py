@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTuner
 from torch.utils.data import BatchSampler, SequentialSampler
 from transformers.integrations.neftune import activate_neftune
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.trainer_utils import RemoveColumnsCollator
 
 import flexvarlen as fv
@@ -26,6 +27,7 @@ from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.models.layers import recurrent_layers
 from flexvarlen.patches.names import INTERFACES, NEEDS, check_interfaces
 from flexvarlen.patches.trainer_callback import below_trainers
+from tests.private_names import TRANSFORMERS
 from tests.renamed import Case, outcomes
 from tests.tiny_models import new_model, shared_model
 
@@ -57,7 +59,36 @@ def test_every_name_is_refused_when_it_is_renamed():
     )
 
 
+def silent(cases):
+    return {case: x for case, x in outcomes(cases).items() if x.startswith(("wrong", "died"))}
+
+
+def test_a_keyword_of_attention_is_missed():
+    """What a layer passes is compared with what it has."""
+    names = {"gpt_oss": "s_aux", "gemma2": "softcap", "gemma4_text": "scaling", "mixtral": "labels"}
+    assert silent([Case(kind, name) for kind, name in names.items()]) == {}
+
+
+def listed():
+    """The names of `tests/private_names/`: in models of their module, or in all of transformers."""
+    kinds = {model_type_to_module_name(kind): kind for kind in BY_TYPE}
+    for name in TRANSFORMERS:
+        for dotted in name.dotted.split(" | "):
+            path = dotted.split(".")
+            if path[1] == "models" and path[2] in kinds:
+                yield Case(kinds[path[2]], path[-1])
+            elif path[1] != "models":
+                yield from (Case(kind, path[-1], "everywhere") for kind in ("qwen2", "roberta"))
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_name_of_the_list_is_missed_in_silence():
+    assert silent(set(listed())) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_every_name_is_refused_in_every_family():
     assert (
         not_refused({case for need in NEEDS for case in cases_of(need, kinds_of(need)[1:])}) == {}
