@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -254,3 +255,8 @@ def check_interfaces() -> None:
         for parameter in need.parameters:
             if parameter not in taken:
                 raise NotImplementedError(why_absent(found, parameter, need.purpose))
+    made = SimpleNamespace()
+    PreTrainedModel.loss_function.fset(made, None)
+    if not hasattr(made, "_loss_function"):
+        purpose = "a loss that the user set"
+        raise NotImplementedError(why_absent(PreTrainedModel, "_loss_function", purpose))

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTuner
 from torch.utils.data import BatchSampler, SequentialSampler
+from transformers import PreTrainedModel
 from transformers.integrations.neftune import activate_neftune
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 from transformers.trainer_utils import RemoveColumnsCollator
@@ -125,6 +126,11 @@ def accelerates_flag(name, patch):
     refuse_context_parallel()
 
 
+def users_loss(patch):
+    patch.setattr(PreTrainedModel, "loss_function", property(lambda _: None, lambda *_: None))
+    check_interfaces.__wrapped__()
+
+
 def noise(patch):
     model = fv.patch_model(new_model("llama"), "sdpa").train()
     activate_neftune(model, 5.0)
@@ -177,6 +183,7 @@ RENAMED = {
     "AcceleratorState.parallelism_config": accelerates_config,
     "SimpleNamespace.cp_enabled": partial(accelerates_flag, "cp_enabled"),
     "SimpleNamespace.sp_enabled": partial(accelerates_flag, "sp_enabled"),
+    "PreTrainedModel._loss_function": users_loss,
     "Embedding.neftune_noise_alpha": noise,
     "LlamaModel._gradient_checkpointing_func": checkpoints,
     "RemoveColumnsCollator.data_collator": unused_columns,
