@@ -30,7 +30,9 @@ def read_chats(data: Path, tokenizer: Any) -> list[list[dict[str, list[int]]]]:
                 chat = json.loads(line)
                 chats.append(fv.tokenize_chat(chat["messages"], tokenizer, tools=chat.get("tools")))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise typer.BadParameter(f"no chat in line {number} of {data}: {error!r}") from error
+            raise typer.BadParameter(
+                f"cannot train on line {number} of {data}: {error!r}"
+            ) from error
     if len(chats) < 2:
         raise typer.BadParameter(f"{data} needs two chats, as one is held out, got {len(chats)}.")
     return chats

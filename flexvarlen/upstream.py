@@ -1,6 +1,6 @@
-"""Names of other packages that must be there: absent is not unset.
+"""Names of other packages that must exist: a missing one raises, it is never read as "off".
 
-A name that a release renamed would read as a feature that is off, and give wrong numbers.
+Else a name that a release renamed would turn a feature off, and give wrong numbers.
 """
 
 from __future__ import annotations
@@ -36,6 +36,6 @@ def why_absent(owner: Any, name: str, purpose: str) -> str:
     except PackageNotFoundError:  # a class of the user's own
         release = package
     return (
-        f"{release} has no {own.__name__}.{name}, which flexvarlen needs for {purpose}; install "
-        f"the {package} that `pip install -U flexvarlen {package}` chooses."
+        f"{release} has no {own.__name__}.{name}, which flexvarlen needs for {purpose}; use a "
+        f"{package} release that flexvarlen supports (see README, Install)."
     )

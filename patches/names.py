@@ -1,8 +1,9 @@
 """What flexvarlen reads by name of transformers' models and configs, by family.
 
 A name that a release renamed would read as a feature that is off: chunks, a temperature, the first
-position. So `patch_model` looks all of them up once. The lists hold what every supported release
-has; what some of these lack is read with a default, where it is used.
+position. So `patch_model` looks all of them up once, and `check_layer` those of a layer. The lists
+hold what every supported release has; what some of these lack is read with a default, where it is
+used.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Need(NamedTuple):
     """A name that families have.
 
     Attributes:
-        dotted: the part of the model that holds it, of `_parts`, and the name. Behind `forward` it
+        dotted: the part of the model that holds it, of `_parts`, and the name. After `forward` it
             is a parameter; "a|b": one of these.
         purpose: what it is for, as in `required`.
         families: model types, of the text tower's config or of the whole model's.
@@ -166,7 +167,7 @@ INTERFACES = (
     Interface(f"{_OUTPUTS}.MoeCausalLMOutputWithPast", "the loss of routers", ("loss", "aux_loss")),
     Interface(f"{_OUTPUTS}.BaseModelOutputWithPooling", "pooling by document", ("pooler_output",)),
 )
-"""The same of transformers itself."""
+"""What is needed of transformers itself, for any model."""
 
 
 def check_names(model: PreTrainedModel) -> None:
@@ -237,8 +238,7 @@ def _check_parameters(module: nn.Module, words: str, purpose: str) -> None:
     forwards = [vars(each).get("forward") for each in type(own).__mro__]
     taken = {x for each in forwards if each is not None for x in inspect.signature(each).parameters}
     if taken.isdisjoint(words.split("|")):
-        name = f"forward({words.partition('|')[0]}=)"
-        raise NotImplementedError(why_absent(own, name, purpose))
+        raise NotImplementedError(why_absent(own, f"forward({words.partition('|')[0]}=)", purpose))
 
 
 @functools.cache
@@ -254,7 +254,7 @@ def check_interfaces() -> None:
         taken = inspect.signature(found).parameters
         for parameter in need.parameters:
             if parameter not in taken:
-                raise NotImplementedError(why_absent(found, parameter, need.purpose))
+                raise NotImplementedError(why_absent(found, f"{parameter}=", need.purpose))
     made = SimpleNamespace()
     PreTrainedModel.loss_function.fset(made, None)
     if not hasattr(made, "_loss_function"):

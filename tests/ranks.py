@@ -33,14 +33,14 @@ import torch.distributed as dist
 # Far above what any case needs, as the cores may be shared, and below pytest's own limit.
 CASE_S = 480.0
 COLLECTIVE_S = 300.0
-END_S = 20.0  # of a rank, once another has ended, whom gloo tells at once
+END_S = 20.0  # that a rank may outlive another: gloo tells it at once
 LINES = 60  # of a rank's output in an error
 
 Join = Callable[[int, int, str], None]
 
 
 def forking_context(module: str) -> Any:
-    """multiprocessing's "forkserver", in whose process the module is imported once for all.
+    """multiprocessing's "forkserver", whose process imports the module first if it starts now.
 
     It has one thread: a lock that another holds during a fork stays locked in the child.
     """
@@ -68,7 +68,7 @@ class _Rank(NamedTuple):
         return None
 
     def how_it_ended(self, wait_s: float) -> str:
-        """One that is still there after `wait_s` prints where each of its threads is, and ends."""
+        """In words; a process that still runs after `wait_s` dumps its threads, and is killed."""
         self.process.join(wait_s)
         code = self.process.exitcode
         if code is None:

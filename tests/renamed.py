@@ -1,4 +1,6 @@
-"""A release of transformers that renamed something, simulated: its source is rewritten on import.
+"""A release of transformers that renamed something, simulated.
+
+Its source is rewritten on import, or a name is taken from a model that was made.
 
 `python -m tests.renamed` reads cases as JSON from stdin and prints what came of each. A case runs
 in a process of its own, forked from one that has transformers, but none of its models, imported:
@@ -40,7 +42,7 @@ class Case(NamedTuple):
 
 
 def outcomes(cases: Iterable[Case]) -> dict[Case, str]:
-    """What came of each: "right", "wrong: …", our error, or "broken: …" upstream."""
+    """Of each "right", "wrong: …", the packed run's exception, or "broken: …" upstream."""
     cases = list(cases)
     run = subprocess.run(
         [sys.executable, "-m", "tests.renamed"],

@@ -30,7 +30,7 @@ def why_not_ignore_index(given: Any) -> str | None:
     if given is None or as_int(given) == IGNORE_INDEX:
         return None
     return (
-        f"ignore_index must be -100, the label that packed rows have where none counts, got "
+        f"ignore_index must be -100, which packed rows use for ignored labels, got "
         f"{given!r}; set the labels that the loss ignores to -100, and remove ignore_index."
     )
 

@@ -1,4 +1,4 @@
-"""Chats as documents and as samples: each answer behind the tokens that generation sees."""
+"""Chats as documents or samples: each answer follows the tokens that it is generated from."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def tokenize_chat(
             `conversation_samples`.
         tokenizer: of transformers, with a chat template.
         train: "all" answers, the "last", or a function that is true for the messages to train on.
-            Answers with a `weight` of 0 are context, as is an assistant message before all
-            questions.
+            Answers with a `weight` of 0 are context, as are assistant messages before the first
+            message of a user; if there is none, the one at index 0.
         tools: what the template may offer to the assistant, or its JSON; without the keys whose
             value is None, unless it is JSON.
         template_options: variables of the template, such as `enable_thinking=False`, or another
@@ -59,7 +59,8 @@ def tokenize_chat(
         Documents with `input_ids` and `assistant_masks`, for `PackedDataset` or `PackedCollator`.
 
     Raises:
-        ValueError: no answer is trained on; or the template raises an error, does not continue
+        ValueError: `messages`, `train` or a weight is malformed, or no answer is trained on; or the
+            template raises an error, does not continue
             the prompt of an answer, writes no end of it, or leaves out content, reasoning, a tool
             call or an argument; or the tokenizer cannot split a prompt from its answer.
     """
@@ -132,21 +133,21 @@ def _prompts_and_answers(
     """The tokens of each answer that is trained on, and of its prompt."""
     messages = one_chat(messages)
     turns = trained_turns(messages, train)
-    answers, prompts = (_ids_of(messages, turns, name) for name in (ANSWER_IDS, PROMPT_IDS))
+    answers, prompts = (_recorded_ids(messages, turns, name) for name in (ANSWER_IDS, PROMPT_IDS))
     if prompts and not answers:
         raise ValueError(f"{PROMPT_IDS} must come with {ANSWER_IDS}; give each answer both.")
     if prompts:
         return list(zip(prompts, answers, strict=True))
-    template, ids_of = ChatTemplate(tokenizer, tools, **options), _encoder(tokenizer)
+    template, encode = ChatTemplate(tokenizer, tools, **options), _encoder(tokenizer)
     messages = for_template(messages)
     samples = []
     for turn, given in zip_longest(turns, answers):
         prompt, answer = template.prompt_and_answer(messages, turn)
-        samples.append(_tokens(prompt, answer, turn, given, tokenizer, ids_of))
+        samples.append(_tokens(prompt, answer, turn, given, tokenizer, encode))
     return samples
 
 
-def _ids_of(messages: Sequence[Message], turns: list[int], name: str) -> list[list[int]]:
+def _recorded_ids(messages: Sequence[Message], turns: list[int], name: str) -> list[list[int]]:
     """The recorded tokens of each answer; empty if none has any.
 
     Raises:
@@ -156,7 +157,7 @@ def _ids_of(messages: Sequence[Message], turns: list[int], name: str) -> list[li
     if without and len(without) < len(turns):
         raise ValueError(
             f"all answers that are trained on must have {name}, or none; message {without[0]} has "
-            "none: record them, or leave it out by train=."
+            "none: record them, or exclude it with train=."
         )
     if without:
         return []
@@ -165,10 +166,10 @@ def _ids_of(messages: Sequence[Message], turns: list[int], name: str) -> list[li
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """The tokens of a text, in time that a long chat does not square.
+    """An encoder of texts that tokenizes what stands between two special tokens only once.
 
-    A fast tokenizer first splits a text at its special tokens, so what begins with one has the same
-    tokens in each later prompt that repeats it.
+    A fast tokenizer first splits a text at its special tokens, so each such piece has the same
+    tokens in every later prompt that repeats it.
     """
 
     @cache
@@ -196,7 +197,7 @@ def _tokens(
     turn: int,
     given: list[int] | None,
     tokenizer: Any,
-    ids_of: Callable[[str], list[int]],
+    encode: Callable[[str], list[int]],
 ) -> _Sample:
     """The tokens of a prompt, tokenized by itself as an engine does, and of its answer.
 
@@ -208,7 +209,7 @@ def _tokens(
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    prompt_ids, written = ids_of(prompt), ids_of(prompt + answer)
+    prompt_ids, written = encode(prompt), encode(prompt + answer)
     if given is not None:
         _require_reproduced([*prompt_ids, *given], written, turn, decode)
         return prompt_ids, given
@@ -216,8 +217,8 @@ def _tokens(
         return prompt_ids, written[len(prompt_ids) :]
     # One token of the text begins in the prompt and ends in the answer. The answer is tokenized
     # behind a line break, as some tokenizers put a space before what begins a text.
-    line, answer_ids = ids_of("\n"), ids_of("\n" + answer)
-    answer_ids = answer_ids[len(line) :] if answer_ids[: len(line)] == line else ids_of(answer)
+    line, answer_ids = encode("\n"), encode("\n" + answer)
+    answer_ids = answer_ids[len(line) :] if answer_ids[: len(line)] == line else encode(answer)
     if decode([*prompt_ids, *answer_ids]) != decode(written):
         raise ValueError(
             f"the tokenizer must split message {turn} from its prompt, which ends with "
@@ -234,7 +235,7 @@ def _require_reproduced(
         if pair[0] != pair[1]:
             seen, other = ("the end" if x is None else f"{decode([x])!r} ({x})" for x in pair)
             raise ValueError(
-                f"the chat template must reproduce the {ANSWER_IDS} of message {turn}, got {seen} "
-                f"at position {position} of its sample, where it writes {other}; give each answer "
-                f"its {PROMPT_IDS} too, or use another template."
+                f"the chat template does not reproduce the {ANSWER_IDS} of message {turn}: at "
+                f"position {position} of the sample {seen} was recorded, and the template writes "
+                f"{other}; give each answer its {PROMPT_IDS} too, or use another template."
             )

@@ -37,12 +37,14 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, tools: Sequence[Any] | str | None, **options: Any) -> None:
         if not hasattr(tokenizer, "apply_chat_template"):
             raise ValueError(
-                f"tokenizer must be one of transformers, got {type(tokenizer).__name__}; load it "
-                "by AutoTokenizer."
+                f"tokenizer must be a transformers tokenizer, got {type(tokenizer).__name__}; load "
+                "it with AutoTokenizer."
             )
         own = {*inspect.signature(tokenizer.apply_chat_template).parameters} - {"chat_template"}
         if taken := own & options.keys():
-            raise TypeError(f"{min(taken)} is no variable of a template; remove it.")
+            raise TypeError(
+                f"{min(taken)} is an argument of apply_chat_template, not of the template."
+            )
         try:
             tools = json.loads(tools) if isinstance(tools, str) else without_none(tools)
         except json.JSONDecodeError as error:
@@ -55,7 +57,8 @@ class ChatTemplate:
         """The text of messages; as a prompt, up to where the model begins to write.
 
         Raises:
-            ValueError: the template raises an error, or leaves out what is no answer.
+            ValueError: the template raises an error, omits text of a user's message, or prints a
+                content list as data.
         """
         from jinja2 import TemplateError
 
@@ -80,15 +83,15 @@ class ChatTemplate:
             if lost or (is_list and (repr(content) in text or as_json in text)):
                 wanted = "a string" if is_list else "a list of parts"
                 raise ValueError(
-                    f"the content of message {turn} must be {wanted} with this chat template, "
-                    "which does not write its text otherwise; change it."
+                    f"this chat template does not write the text of message {turn}; pass its "
+                    f"content as {wanted}."
                 )
         return text
 
     def prompt_and_answer(self, messages: Sequence[Message], turn: int) -> tuple[str, str]:
         """The prompt of a turn, as at generation, and what its message adds to the text.
 
-        White space behind the answer is left out: engines stop before it.
+        White space after the answer is left out: engines stop before it.
 
         Raises:
             ValueError: the message does not continue its prompt, lacks a part, or has no end.

@@ -110,7 +110,7 @@ def test_a_line_that_is_no_chat_is_refused_by_its_number(load, folder, tmp_path,
     good = json.dumps({"messages": chat_of("a", "b")})
     (tmp_path / "bad.jsonl").write_text(f"{good}\n\n{line}\n{good}\n")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
-    with pytest.raises(typer.BadParameter, match=r"no chat in line 3 of .*bad\.jsonl"):
+    with pytest.raises(typer.BadParameter, match=r"cannot train on line 3 of .*bad\.jsonl"):
         load("chat_sft").read_chats(tmp_path / "bad.jsonl", tokenizer)
 
 

@@ -375,8 +375,8 @@ MUTATIONS = (
     Mutation(
         "chats: prompt and answer are tokenized together",
         "flexvarlen/packing/chat.py",
-        "prompt_ids, written = ids_of(prompt), ids_of(prompt + answer)",
-        "prompt_ids = ids_of(prompt)[:-1]\n    written = ids_of(prompt + answer)",
+        "prompt_ids, written = encode(prompt), encode(prompt + answer)",
+        "prompt_ids = encode(prompt)[:-1]\n    written = encode(prompt + answer)",
         "tests/packing/test_chat.py",
     ),
     Mutation(

@@ -233,7 +233,7 @@ def test_tool_calls_that_the_template_leaves_out_are_refused(template, written, 
         ({"content": [{"type": "image"}]}, "content must be a text, or parts of the type text"),
         (
             {"content": [{"type": "text", "text": FIRST}]},
-            "must be a string with this chat template",
+            "text of message 1; pass its content as a string",
         ),
     ],
 )
@@ -251,7 +251,7 @@ def test_a_question_that_the_template_does_not_write(content):
     wrong = "not string" if isinstance(content, str) else "string"
     template = PLAIN.replace("{{ m.content }}", f"{{{{ m.content if m.content is {wrong} }}}}")
     wanted = "a list of parts" if isinstance(content, str) else "a string"
-    with pytest.raises(ValueError, match=f"content of message 0 must be {wanted} with this chat"):
+    with pytest.raises(ValueError, match=f"text of message 0; pass its content as {wanted}"):
         learned(template, [{"role": "user", "content": content}, CHAT[1]])
 
 

@@ -268,13 +268,13 @@ def test_tokens_of_an_answer_that_the_template_does_not_reproduce():
     letters = tokenizer.convert_tokens_to_ids([*tokenizer.convert_ids_to_tokens(ids[at])])
     ended, end = prompt + len(ids), "'<e>' [(]351[)]"
     changed = {
-        f"'.' .* at position {prompt + at} .* writes": [*ids[:at], *letters, *ids[at + 1 :]],
-        f"the end at position {ended - 1} .* writes {end}": ids[:-1],
-        f"{end} at position {ended} .* writes the end": [*ids, ids[-1]],
+        f"{prompt + at} of the sample '.' .* writes": [*ids[:at], *letters, *ids[at + 1 :]],
+        f"{ended - 1} of the sample the end .* writes {end}": ids[:-1],
+        f"{ended} of the sample {end} .* writes the end": [*ids, ids[-1]],
     }
     for words, own in changed.items():
         other = [*messages[:4], messages[4] | {"token_ids": own}, *messages[5:]]
-        with pytest.raises(ValueError, match=f"token_ids of message 4, got {words}"):
+        with pytest.raises(ValueError, match=f"token_ids of message 4: at position {words}"):
             fv.conversation_samples(other, tokenizer, tools=TOOLS)
 
 
@@ -284,7 +284,7 @@ def test_an_answer_whose_first_token_later_prompts_write_in_another_way():
     messages = [user("x"), answer("reply")]
     (sample,) = fv.conversation_samples(messages, tokenizer)
     assert [tokenizer.decode(x) for x in sample["input_ids"][-4:]] == [" ", "rep", "ly", "<e>"]
-    with pytest.raises(ValueError, match=r"got ' ' .* where it writes ' reply'"):
+    with pytest.raises(ValueError, match=r"' ' .* was recorded, and the template writes ' reply'"):
         fv.conversation_samples(recorded(messages, [sample], prompts=False), tokenizer)
 
 
@@ -331,7 +331,7 @@ def test_templates_that_leave_out_a_part_of_an_answer():
     messages = [*START, answer("reply"), user("thought"), answer("reply", "a thought")]
     with pytest.raises(ValueError, match="must write reasoning_content of message 4"):
         fv.conversation_samples(messages, reasoning)
-    with pytest.raises(ValueError, match="content of message 1 must be a list of parts"):
+    with pytest.raises(ValueError, match="text of message 1; pass its content as a list of parts"):
         fv.conversation_samples(messages, content)
     # White space may differ, another name may hold the same, and the prompt may open the reasoning.
     opens = tokenizer_with(STRIPS.replace("{{ opening or '' }}", "<think>"))
@@ -346,7 +346,9 @@ def test_content_that_the_template_would_write_as_python_does():
     parts = [{"type": "text", "text": "a question"}]
     asked, replied = [user(parts), answer("reply")], [user("x"), answer(parts)]
     for turn, messages in enumerate((asked, replied)):
-        with pytest.raises(ValueError, match=rf"message {turn} must be a string with this"):
+        with pytest.raises(
+            ValueError, match=rf"text of message {turn}; pass its content as a string"
+        ):
             fv.conversation_samples(messages, tokenizer_with(template_of_trl("llama3_1")))
     for name in ("qwen2_5_vl", "llava_next"):
         tokenizer = tokenizer_with(template_of_trl(name))

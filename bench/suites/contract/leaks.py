@@ -74,7 +74,7 @@ class Leaks(Forms):
 
 
 def front_table(records: Sequence[Record]) -> Table:
-    """The README's: how many packed forms leak in all versions that were measured, and some."""
+    """The README's: how many packed forms leak in one of the versions or more, and five."""
     shown = [r for r in _shown(records) if r.case["pass"] not in WITHOUT_PACKING]
     columns: dict[str, list[Record]] = {}
     for record in sorted(shown, key=lambda r: (_is_ours(r), _is_hybrid(r))):
