@@ -264,7 +264,8 @@ def is_padded(trainer: Any) -> bool:
     if not any(each.__name__ == "SFTTrainer" for each in of_trl):
         return bool(of_trl)
     collator = trainer.data_collator
-    if not type(collator).__module__.startswith("trl."):  # the user's, whose batches are checked
+    names = [each.__name__ for each in type(collator).__mro__ if each.__module__.startswith("trl.")]
+    if "DataCollatorForLanguageModeling" not in names:  # another's batches are checked
         return False
     return not required(collator, "padding_free", "refusing padded batches")
 

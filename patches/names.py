@@ -121,6 +121,15 @@ NEEDS = (
     Need("config.is_decoder", "encoders that see all of a document", _ABSOLUTE),
     Need("config.classifier_pooling", "rows that begin with padding", {"modernbert"}),
     Need("config.output_router_logits", "the loss of routers", _ROUTERS),
+    *(
+        Need(f"config.{name}", "a head that scales or caps its logits", families)
+        for name, families in (
+            ("logits_scaling", {"granite", "granitemoe", "granitemoehybrid"}),
+            ("logit_scale", {"cohere2"}),
+            ("lm_head_multiplier", {"falcon_h1"}),
+            ("final_logit_softcapping", {"gemma2", "gemma3_text", "gemma4_text"}),
+        )
+    ),
     # images
     Need("base.visual", "images as documents", _IMAGES),
     Need("base.get_rope_index", "positions in images", _IMAGES),
@@ -213,7 +222,7 @@ def _parts(model: PreTrainedModel) -> dict[str, list[Any]]:
     return {
         "whole": [model.config],
         "config": [text_config_of(model.config)],
-        "head": [] if base is model else [model],
+        "head": [model] if type(model).__module__.startswith("transformers.") else [],
         "base": [base],
         "tower": [tower],
         "vision": [visual] if isinstance(visual, PreTrainedModel) else [],
@@ -256,7 +265,7 @@ def check_interfaces() -> None:
             if parameter not in taken:
                 raise NotImplementedError(why_absent(found, f"{parameter}=", need.purpose))
     made = SimpleNamespace()
-    PreTrainedModel.loss_function.fset(made, None)
+    required(required(PreTrainedModel, "loss_function", "losses"), "fset", "losses")(made, None)
     if not hasattr(made, "_loss_function"):
         purpose = "a loss that the user set"
         raise NotImplementedError(why_absent(PreTrainedModel, "_loss_function", purpose))

@@ -85,6 +85,7 @@ class _Rewritten(importlib.machinery.SourceFileLoader):
 
 def _outcome(kind: str, without: str = "") -> str:
     import torch
+    from torch.nn.functional import cross_entropy
 
     import flexvarlen as fv
     from tests.tiny_models import new_model
@@ -98,19 +99,28 @@ def _outcome(kind: str, without: str = "") -> str:
         return f"broken: {error}"
     if without:
         _take(without, model)
+    labels = {} if is_encoder else {"labels": row}
     try:
-        packed = fv.patch_model(model, "reference")(input_ids=row, packed_layout=layout).logits[0]
+        found = fv.patch_model(model, "reference")(input_ids=row, packed_layout=layout, **labels)
+        packed, loss = found.logits[0], found.loss
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     fv.unpatch_model(model)
     options = {} if is_encoder else {"use_cache": False}
     try:
         alone = [model(input_ids=x[None], **options).logits[0] for x in documents]
+        next_token = [
+            cross_entropy(x[:-1], y[1:], reduction="sum")
+            for x, y in zip(alone, documents, strict=True)
+        ]
     except Exception as error:
         return f"broken: {error}"
     exact = torch.cat(alone)
     wrong = ((packed - exact).abs().max() / exact.abs().max()).item()
-    return "right" if wrong < RIGHT else f"wrong: by {wrong:.1e} of the largest logit"
+    if labels:
+        mean = sum(next_token) / sum(len(x) - 1 for x in documents)
+        wrong = max(wrong, abs(loss / mean - 1).item())
+    return "right" if wrong < RIGHT else f"wrong: by {wrong:.1e} of the largest logit or the loss"
 
 
 def _take(name: str, model: Any) -> None:

@@ -178,8 +178,8 @@ def _by_chunk(
     if isinstance(head, nn.Module) and any(hasattr(x, BARE_HEAD) for x in head.modules()):
         raise ValueError(
             "head must scale or cap the logits as the patched model does (such as Granite, Cohere "
-            f"2 and Gemma 2), got the {type(head).__name__} before that; pass "
-            "flexvarlen.lm_head(model)."
+            f"2 and Gemma 2), got its {type(head).__name__} alone; pass flexvarlen.lm_head(model), "
+            "or a function that does both."
         )
     chunk = as_int(chunk_tokens)
     if chunk is None or chunk < 1:

@@ -39,9 +39,11 @@ def features_of(given: Any) -> Iterator[Any]:
 
 
 def is_list_of_documents(example: Any) -> bool:
-    """Whether an example is a list of mappings or of token ids, such as those of one chat."""
-    first = example[0] if isinstance(example, list | tuple) and example else 0
-    return isinstance(first, Mapping | list | tuple) or getattr(first, "ndim", 0) > 0
+    """Whether an example is a list of mappings or several token ids, such as those of one chat."""
+    if not isinstance(example, list | tuple) or not example:
+        return False
+    is_nested = isinstance(example[0], list | tuple) or getattr(example[0], "ndim", 0) > 0
+    return isinstance(example[0], Mapping) or (is_nested and len(example) > 1)
 
 
 def _not_features(given: Any) -> str:

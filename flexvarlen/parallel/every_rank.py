@@ -14,8 +14,8 @@ import torch.distributed as dist
 class EveryRank:
     """A `with` block at whose end the ranks compare notes: if one failed, all raise.
 
-    Every rank enters it, also those that have nothing to do in it. Without a process group it does
-    nothing. Syncs the device under NCCL.
+    Every rank of the default group enters it, also those that have nothing to do in it. Without a
+    process group it does nothing. Syncs the device under NCCL.
 
     Raises:
         RuntimeError: another rank failed; it names the rank and holds its message. A rank that

@@ -239,7 +239,7 @@ def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
             shape: Sequence[int] | str = (
                 list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             )
-            return f"{name} must be one row, [1, {tokens}], got {shape}; leave it out."
+            return f"{name} must be one row, [1, {tokens}], got {shape}; remove it."
     of_labels = (why_not_labels(name, batch[name]) for name in LABELS if name in batch)
     whys = (why_not_ignore_index(batch.get("ignore_index")), *of_labels)
     return next((why for why in whys if why is not None), None)

@@ -87,6 +87,7 @@ class PackedForward:
             checkpoint runs a training forward without them first, and a trainer's reference model
             should round as the policy does, which it does by the same kernel.
         kinds: of the model's layers, as far as they are known.
+        has_all_kinds: whether each layer must be of one of `kinds`.
         group: the ranks over which the row is sharded; None if it is not. The layout is that of
             this rank's pieces of documents, or, where heads are exchanged, of the whole row.
         exchanges_heads: whether the ranks exchange heads for tokens (Ulysses).
@@ -114,6 +115,7 @@ class PackedForward:
         batch_invariant: bool,
         training: bool = False,
         kinds: tuple[LayerKind, ...] = (),
+        has_all_kinds: bool = False,
         group: ProcessGroup | None = None,
         chunk_size: int | None = None,
         has_temperature: bool = False,
@@ -123,6 +125,7 @@ class PackedForward:
         self.deterministic, self.batch_invariant = deterministic, batch_invariant
         self.exchanges_heads = group is not None and layout.shard is None
         self.training, self.kinds = training, tuple(map(self._on_this_rank, kinds))
+        self.has_all_kinds = has_all_kinds
         if layout.shard is not None and group is None:
             raise ValueError(A_SHARD_ALONE)
         self.chunk_size, self.has_temperature = chunk_size, has_temperature
@@ -221,7 +224,7 @@ class PackedForward:
             call = found.call
             if call.dtype == dtype and call.needs_grad == needs_grad:
                 return found
-        elif self.kinds:
+        elif self.has_all_kinds:
             self._check_known(kind)
         made = self._make_route(kind, dtype, needs_grad)
         if not torch.compiler.is_compiling():

@@ -345,6 +345,7 @@ def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pac
         batch_invariant=patch.batch_invariant,
         training=grads or module.training or patch.unpad,
         kinds=patch.kinds,
+        has_all_kinds=not patch.verify,  # which compares outputs
         group=patch.sequence_parallel_group,
         chunk_size=parts.chunk_size,
         has_temperature=parts.has_temperature,

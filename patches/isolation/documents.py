@@ -36,7 +36,8 @@ def why_not_whole(model: nn.Module, batch: object, layout: PackedLayout | None) 
 def shares_rows(model: nn.Module) -> bool:
     """Whether a patched model has a `sequence_parallel_group`."""
     patches = (vars(module).get(ATTRIBUTE) for module in model.modules())
-    return any(patch is not None and patch.sequence_parallel_group for patch in patches)
+    groups = [patch.sequence_parallel_group for patch in patches if patch is not None]
+    return any(group is not None and group.size() > 1 for group in groups)
 
 
 def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> PackedLayout:

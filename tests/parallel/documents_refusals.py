@@ -66,7 +66,7 @@ def refusals(group: Any) -> dict[str, str]:
             lambda: attend(own, batch_invariant=True),
         ),
         "fewer tokens on a rank": (
-            "input_ids must be one row, [1, 120], got [1, 119]; leave it out",
+            "input_ids must be one row, [1, 120], got [1, 119]; remove it",
             lambda: fv.shard_row(batch | {"input_ids": batch["input_ids"][:, rank:]}, group),
         ),
         "another ignore_index": (

@@ -33,7 +33,7 @@ def layout_of(*lengths):
         (
             ROW | {"input_ids": torch.zeros(2, TOKENS // 2)},
             {},
-            "input_ids must be one row, [1, 120], got [2, 60]; leave it out",
+            "input_ids must be one row, [1, 120], got [2, 60]; remove it",
         ),
         (
             shard_batch(ROW, 1, 2),

@@ -67,7 +67,8 @@ def silent(cases):
 def test_a_keyword_of_attention_is_missed():
     """What a layer passes is compared with what it has."""
     names = {"gpt_oss": "s_aux", "gemma2": "softcap", "gemma4_text": "scaling", "mixtral": "labels"}
-    assert silent([Case(kind, name) for kind, name in names.items()]) == {}
+    found = outcomes([Case(kind, name) for kind, name in names.items()])
+    assert [x for x in found.values() if not x.startswith("NotImplementedError")] == []
 
 
 def listed():
@@ -107,7 +108,7 @@ def test_every_parameter_is_looked_up(monkeypatch, need, parameter):
     renamed = eval(f"lambda {others}: None")
     renamed.__module__, renamed.__name__ = module, name
     monkeypatch.setattr(need.dotted, renamed)
-    expected = rf"transformers \S+ has no {name}.{parameter}, which flexvarlen needs for "
+    expected = rf"transformers \S+ has no {name}.{parameter}=, which flexvarlen needs for "
     with pytest.raises(NotImplementedError, match=expected):
         check_interfaces.__wrapped__()
 

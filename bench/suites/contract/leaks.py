@@ -19,11 +19,13 @@ HYBRID = ("qwen3_5_text", "lfm2", "granitemoehybrid")
 """Models with a gated delta rule, with short convolutions, and with Mamba-2."""
 NAMES = dict(zip(HYBRID, ("Qwen3.5", "LFM2", "Granite 4"), strict=True))
 NAMES |= {"llama": "Llama", "qwen3": "Qwen3"}
+WORST = ("**leaks**", "**wrong**", "failed", "oom", "raises", "right")
 WORDS = {"ok": "right", "wrong": "**wrong**", "unsupported": "raises"}
 FRONT = (
     "position_ids, use_cache=False",
     "position_ids, default use_cache",
     "position_ids and an attention_mask of ones",
+    "position_ids, cu_seq_lens_*, max_length_* and seq_idx",
     "2D mask of document ids",
     "two packed rows",
 )
@@ -74,7 +76,7 @@ class Leaks(Forms):
 
 
 def front_table(records: Sequence[Record]) -> Table:
-    """The README's: how many packed forms leak in one of the versions or more, and five."""
+    """The README's: how many packed forms leak in each version, and six of them."""
     shown = [r for r in _shown(records) if r.case["pass"] not in WITHOUT_PACKING]
     columns: dict[str, list[Record]] = {}
     for record in sorted(shown, key=lambda r: (_is_ours(r), _is_hybrid(r))):
@@ -83,9 +85,13 @@ def front_table(records: Sequence[Record]) -> Table:
         columns.setdefault(library if _is_ours(record) else theirs, []).append(record)
     counts = []
     for name, own in columns.items():
-        leaking = len({r.case["pass"] for r in own if r.measures.get("leaks")})
-        only = "" if _versions(own) == _versions(shown) else f" ({_versions(own)} alone)"
-        counts.append(f"{leaking} with {name}{only}")
+        leaking = {_version(r): set[str]() for r in own}
+        for r in own:
+            leaking[_version(r)] |= {r.case["pass"]} if r.measures.get("leaks") else set()
+        by_version = {version: len(forms) for version, forms in leaking.items()}
+        said = [f"{count} under {version}" for version, count in sorted(by_version.items())]
+        alike = len({*by_version.values()}) == 1 and _versions(own) == _versions(shown)
+        counts.append(f"{len(leaking.popitem()[1]) if alike else ' and '.join(said)} with {name}")
     forms = grouped(shown, "pass")
     title = (
         f"Of {len(forms)} forms of a packed batch, documents leak without a warning under "
@@ -189,7 +195,7 @@ def _verdict_of(groups: Mapping[str, Sequence[Record]]) -> Callable[[str], str]:
         for r in groups.get(form, ()):
             word = "**leaks**" if r.measures.get("leaks") else WORDS.get(r.status, r.status)
             words.setdefault(word, []).append(f"{NAMES[r.case['model']]} {_version(r)}")
-        worst, *others = sorted(words) or [NOTHING]
+        worst, *others = sorted(words, key=WORST.index) or [NOTHING]
         others = [f"{word} ({', '.join(dict.fromkeys(words[word]))})" for word in others]
         return "; ".join([worst, *others])
 

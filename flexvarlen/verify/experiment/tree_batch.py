@@ -118,7 +118,10 @@ Row = PackedBatch | TreeBatch
 
 CACHES = ("past_key_values", "cache")
 THEIR_MARKS = ("position_ids", "attention_mask", "seq_idx", "cu_seq_lens_q")
-OF_TOKENS_OR_OURS = ("input_ids", "labels", "num_items_in_batch", "packed_layout")
+OF_TOKENS_OR_OURS = (
+    *("input_ids", "labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "return_dict"),
+    *("packed_layout", "label_counts", "sample_counts"),
+)
 """Arguments of a forward that a comparison makes itself, or that transformers does not read."""
 
 
