@@ -86,7 +86,7 @@ NEEDS = (
     Need("tower.forward.position_ids", "positions that count in each document", _ATTENTION),
     Need("tower.forward.use_cache", "packed rows, which fill no cache", _CACHED),
     Need("tower.forward.cache|past_key_values|cache_params", "a cache beside documents", _CACHED),
-    Need("head.forward.labels", "labels at the first token of a document", BY_TYPE),
+    Need("head.forward.labels|start_positions", "labels at a document's first token", BY_TYPE),
     # attention layers
     Need("config.num_attention_heads", "finding kinds of layers", _ATTENTION),
     Need("attention.is_causal", "finding the attention layers", _ATTENTION),
@@ -219,10 +219,11 @@ def _parts(model: PreTrainedModel) -> dict[str, list[Any]]:
     base = base_of(model)
     tower = text_tower_of(base)
     visual = getattr(base, "visual", None)
+    is_theirs = type(model).__module__.startswith("transformers.")  # why_not asks a user's own
     return {
         "whole": [model.config],
         "config": [text_config_of(model.config)],
-        "head": [model] if type(model).__module__.startswith("transformers.") else [],
+        "head": [model] if base is not model and is_theirs else [],
         "base": [base],
         "tower": [tower],
         "vision": [visual] if isinstance(visual, PreTrainedModel) else [],

@@ -141,14 +141,16 @@ def unmark_bare_head(model: nn.Module) -> None:
 def check_document_labels(labels: Any, documents: int) -> None:
     """Check that a head with one output per document got labels for these documents.
 
-    Several integers for a document are labels of tokens; their shape may be that of outputs.
+    Integers with two axes are labels of tokens, whose shape may be that of several outputs; but for
+    a column of labels.
 
     Raises:
         ValueError: `labels` is not one label, or one vector of floating-point labels, for each.
     """
     if not isinstance(labels, Tensor):
         return
-    of_tokens = labels.ndim > 1 and holds_integers(labels) and labels.numel() != documents
+    is_column = documents > 1 and labels.numel() == documents
+    of_tokens = labels.ndim > 1 and holds_integers(labels) and not is_column
     if labels.ndim == 0 or len(labels) != documents or of_tokens:
         raise ValueError(
             f"labels must be one for each of the {documents} documents, [{documents}], or "

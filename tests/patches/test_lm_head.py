@@ -26,7 +26,7 @@ SCALED = {  # where it is not 1 or none by default
     "falcon_h1": {"lm_head_multiplier": 0.25},
     "gemma3_text": {"final_logit_softcapping": 3.0},
 }
-BARE = r"head must scale or cap the logits .* got the .*; pass flexvarlen.lm_head\(model\)"
+BARE = r"head must scale or cap the logits .* got its .* alone; pass flexvarlen.lm_head\(model\)"
 OTHERS = sorted({*BY_TYPE} - {*SCALED})
 
 

@@ -19,7 +19,7 @@ HYBRID = ("qwen3_5_text", "lfm2", "granitemoehybrid")
 """Models with a gated delta rule, with short convolutions, and with Mamba-2."""
 NAMES = dict(zip(HYBRID, ("Qwen3.5", "LFM2", "Granite 4"), strict=True))
 NAMES |= {"llama": "Llama", "qwen3": "Qwen3"}
-WORST = ("**leaks**", "**wrong**", "failed", "oom", "raises", "right")
+WORST = ("**leaks**", "**wrong**", "failed", "oom", "skipped", "raises", "right")
 WORDS = {"ok": "right", "wrong": "**wrong**", "unsupported": "raises"}
 FRONT = (
     "position_ids, use_cache=False",
