@@ -207,6 +207,8 @@ def check_layer(layer: nn.Module) -> None:
     """
     if not torch.compiler.is_compiling():
         check_interfaces()
+    if not _is_of_transformers(layer):
+        return
     config: Any = layer.config
     for need in NEEDS:
         root, *names = need.dotted.split(".")
@@ -214,16 +216,20 @@ def check_layer(layer: nn.Module) -> None:
             _check(layer if root == "attention" else config, names, need.purpose)
 
 
+def _is_of_transformers(module: nn.Module) -> bool:
+    """Whether a module is of a class of transformers: a user's own has what names it likes."""
+    return type(module).__module__.startswith("transformers.")
+
+
 def _parts(model: PreTrainedModel) -> dict[str, list[Any]]:
     """The parts of a model that the names belong to, as lists."""
     base = base_of(model)
     tower = text_tower_of(base)
     visual = getattr(base, "visual", None)
-    is_theirs = type(model).__module__.startswith("transformers.")  # why_not asks a user's own
     return {
         "whole": [model.config],
         "config": [text_config_of(model.config)],
-        "head": [model] if base is not model and is_theirs else [],
+        "head": [model] if base is not model and _is_of_transformers(model) else [],
         "base": [base],
         "tower": [tower],
         "vision": [visual] if isinstance(visual, PreTrainedModel) else [],
