@@ -103,13 +103,11 @@ def test_versions_of_transformers_have_records_in_one_file_and_columns_of_their_
     front = leaks.front_table(both)
     lines = {form: dict(zip(front.header[1:], cells, strict=True)) for form, *cells in front.lines}
     dense = "dense models, `eager`, `sdpa`"
-    assert lines["two packed rows"][dense] == (
-        f"**leaks**; right (Qwen3 5.0.0, Llama {here}, Qwen3 {here})"
-    )
+    assert lines["two packed rows"][dense] == "**leaks** or right"
     assert lines["2D mask of document ids"] == {dense: "**leaks**", "flexvarlen": "right"}
     assert "left padding" not in lines
     count = len(FORMS) - len(RIGHT_IN_PLAIN)
-    assert f"{count + 1} under 5.0.0 and {count} under {here} with {dense}; 0" in front.title
+    assert f"{count + 1} under 5.0.0 and {count} under {here} with {dense}; 0 under" in front.title
 
 
 def test_a_kernel_that_measured_nothing_has_no_column_and_one_of_one_version_says_so(records):
