@@ -354,7 +354,7 @@ WRONG = GOOD | {"labels": [-100, -1, 3]}
         ([GOOD, "text"], {}, r"dataset\[1\] .* got str; "),
         ([GOOD, [[1, 2], [3, 4]]], {}, r"dataset\[1\] .*one document, got a list of 2; flatten "),
         ([[GOOD, GOOD]], {}, r"dataset\[0\] .*got a list of 2; .*for d in fv.tokenize_chat\(c, "),
-        ([(np.array([1, 2]),)], {}, r"dataset\[0\] .*one document, got a list of 1; "),
+        ([(np.array([1]), np.array([2]))], {}, r"dataset\[0\] .*one document, got a list of 2; "),
         ([np.array([[1, 2], [3, 4]])], {}, r"dataset\[0\] .*one document, got 2 rows; "),
         ([["a", "b"]], {}, r"dataset\[0\] .*must be integers, got <U1; "),
         ([GOOD, WRONG], {}, r"dataset\[1\] .*labels must be at least 0, or -100 .* got -1; "),
