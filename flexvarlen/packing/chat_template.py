@@ -57,8 +57,7 @@ class ChatTemplate:
         """The text of messages; as a prompt, up to where the model begins to write.
 
         Raises:
-            ValueError: the template raises an error, omits text of a user's message, or prints a
-                content list as data.
+            ValueError: the template raises an error.
         """
         from jinja2 import TemplateError
 
@@ -73,19 +72,6 @@ class ChatTemplate:
                 f"the chat template cannot write the chat up to message {len(messages) - 1}: "
                 f"{error}; correct the chat or its tools, or use another template."
             ) from error
-        squeezed = _squeezed(text)
-        for turn, message in enumerate(messages):
-            content = message.get("content")
-            is_list = bool(content) and isinstance(content, list)
-            asks = message["role"] == "user"  # templates drop parts of earlier answers on purpose
-            lost = asks and not all(_squeezed(x) in squeezed for x in texts_of(message))
-            as_json = json.dumps(content, ensure_ascii=False, default=str)
-            if lost or (is_list and (repr(content) in text or as_json in text)):
-                wanted = "a string" if is_list else "a list of parts"
-                raise ValueError(
-                    f"this chat template does not write the text of message {turn}; pass its "
-                    f"content as {wanted}."
-                )
         return text
 
     def prompt_and_answer(self, messages: Sequence[Message], turn: int) -> tuple[str, str]:
@@ -98,6 +84,8 @@ class ChatTemplate:
         """
         require_documented(messages[turn], turn)
         prompt, text = self.render(messages[:turn], prompt=True), self.render(messages[: turn + 1])
+        require_written(messages[:turn], prompt)
+        require_written(messages[: turn + 1], text, first=turn)
         if not text.startswith(prompt):
             common = len(commonprefix([prompt, text]))  # noqa: RUF071
             raise ValueError(
@@ -144,6 +132,27 @@ class ChatTemplate:
             f"tool call {name}" for name in names if answer.count(name) < names.count(name)
         ]
         return left_out
+
+
+def require_written(messages: Sequence[Message], text: str, *, first: int = 0) -> None:
+    """Raise ValueError if a text omits that of a user's message, or prints a content list as data.
+
+    Args:
+        first: the index of the first message to look for.
+    """
+    squeezed = _squeezed(text)
+    for turn, message in enumerate(messages[first:], first):
+        content = message.get("content")
+        is_list = bool(content) and isinstance(content, list)
+        asks = message["role"] == "user"  # templates drop parts of earlier answers on purpose
+        lost = asks and not all(_squeezed(x) in squeezed for x in texts_of(message))
+        as_json = json.dumps(content, ensure_ascii=False, default=str) if is_list else ""
+        if lost or (is_list and (repr(content) in text or as_json in text)):
+            wanted = "a string" if is_list else "a list of parts"
+            raise ValueError(
+                f"this chat template does not write the text of message {turn}; pass its content "
+                f"as {wanted}."
+            )
 
 
 def _squeezed(text: str) -> str:

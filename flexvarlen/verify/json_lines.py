@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexvarlen.packing.chat_messages import for_template, one_chat
-from flexvarlen.packing.chat_template import ChatTemplate
+from flexvarlen.packing.chat_template import ChatTemplate, require_written
 
 SUFFIXES = (".jsonl", ".json")
 
@@ -70,7 +70,10 @@ def _chat(messages: object, tools: Any, where: str, tokenizer: Any) -> str:
     if getattr(tokenizer, "chat_template", None) is None:
         return "\n".join(filter(None, (_content(message, where) for message in messages)))
     try:
-        return ChatTemplate(tokenizer, tools).render(for_template(one_chat(messages)))
+        chat = for_template(one_chat(messages))
+        text = ChatTemplate(tokenizer, tools).render(chat)
+        require_written(chat, text)
+        return text
     except ValueError as error:
         raise ValueError(f"text must be chats that can be rendered; in {where} {error}") from error
 
