@@ -6,7 +6,6 @@ with transformers as soon as its modeling code is there.
 """
 
 import importlib
-import os
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -142,10 +141,6 @@ def _register_callback(_: ModuleType) -> None:
     register_callback()
 
 
-if "FLEXVARLEN_FLA_CONFIGS" in os.environ:  # fla reads its own variables when it is imported
-    from flexvarlen.recurrent.fla_configs import use_configs_from_environment
-
-    use_configs_from_environment()
 after_import("transformers.modeling_utils", _register_attention)
 after_import("transformers.trainer", _register_callback)
 

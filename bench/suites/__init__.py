@@ -7,8 +7,6 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from flexvarlen.recurrent.fla_configs import use_fla_configs
-
 if TYPE_CHECKING:
     from flexvarlen.runner.suite import Suite
 
@@ -70,11 +68,3 @@ def suite_of(name: str) -> Suite[Any]:
     entry = SUITES[name]
     module = importlib.import_module(f"flexvarlen.bench.suites.{entry.module}")
     return cast("Suite[Any]", getattr(module, entry.attribute))
-
-
-def use_fla_configs_on_hopper() -> None:
-    """The option FLEXVARLEN_FLA_CONFIGS, on a Hopper GPU. Call it before fla is imported."""
-    import torch
-
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
-        use_fla_configs()

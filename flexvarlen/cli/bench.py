@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexvarlen.bench.suites import SUITES, suite_of, use_fla_configs_on_hopper
+from flexvarlen.bench.suites import SUITES, suite_of
 from flexvarlen.cli.console import (
     FAILURE,
     FINDING,
@@ -50,13 +50,14 @@ def list_() -> None:
 
 def _run(names: Sequence[str], options: Options, asked: RunRequest, list_cases: bool) -> None:
     """Measure suites one after another; what is measured is kept whatever comes later."""
+    from flexvarlen.recurrent.fla_configs import use_fla_configs
     from flexvarlen.report.records import require_file
     from flexvarlen.runner.run import chosen_cases
     from flexvarlen.runner.suite import DeviceLost
     from flexvarlen.verify.corpus import read_documents
     from flexvarlen.verify.experiment.variant import is_ours
 
-    use_fla_configs_on_hopper()
+    use_fla_configs()
     read_documents(options.text or [])
     found = chosen_cases([suite_of(name) for name in names], options, asked.cases)
     if list_cases:

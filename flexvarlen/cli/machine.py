@@ -18,7 +18,11 @@ from flexvarlen.attention.explain import Explanation, explain
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.machine import environment
 from flexvarlen.recurrent import fla_kernels
-from flexvarlen.recurrent.fla_configs import fla_variables_are_set
+from flexvarlen.recurrent.fla_configs import (
+    fla_configs_are_used,
+    fla_variables_are_set,
+    use_fla_configs,
+)
 from flexvarlen.recurrent.fla_kernels.check import noted
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -114,11 +118,14 @@ def fla_configs() -> str | None:
     """Where fla's kernels get their configurations; None where it is not installed."""
     if _version("fla-core") is None:
         return None
+    use_fla_configs()
+    if fla_configs_are_used():
+        return "fla's kernels run in the configurations that were found on an H200."
     if fla_variables_are_set():
-        return "fla's kernels run in the configurations that are stored for them."
+        return "fla's own variables say in which configurations its kernels run."
     return (
-        "fla times its kernels for minutes in each process; on a Hopper GPU "
-        "FLEXVARLEN_FLA_CONFIGS=1 gives it the configurations found on an H200."
+        "fla times its kernels for minutes at their first use; FLEXVARLEN_FLA_CONFIGS=1 gives it "
+        "the configurations found on an H200, which may be slow on other GPUs."
     )
 
 

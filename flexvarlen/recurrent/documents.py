@@ -5,6 +5,7 @@ Shapes: T = total_tokens; N = number of slots: of documents, or of the segments 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,7 @@ class RecurrentDocuments:
             the last document, and at the end a slot that is always empty.
         chunk_indices: int32 `[T // 64 + N + 1, 2]`: the slot of each chunk of 64 tokens, and its
             number in the document. Chunks past the last one belong to the empty slot.
+        meanwhile: what else the first layer may compile while it checks its scan; or None.
 
     No sync; traces.
     """
@@ -89,6 +91,7 @@ class RecurrentDocuments:
             ValueError: a convolution may need tokens of more than one rank before.
         """
         self.layout, self.for_any_row = layout, for_any_row
+        self.meanwhile: Callable[[], None] | None = None
         for_any_row = for_any_row or torch.compiler.is_compiling()
         known_full = not for_any_row and layout.has_padding is False
         self.padding = None if known_full else ~layout.real_tokens()

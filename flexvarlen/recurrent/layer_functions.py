@@ -100,7 +100,7 @@ def gated_delta_rule(
     boundaries = Boundaries.of(documents)
     kind = "gated delta rule" if g.ndim == 3 else "Kimi's delta rule"
     if why is None:
-        why = why_wrong(kind, rows[0], rows[2], boundaries)
+        why = why_wrong(kind, rows[0], rows[2], boundaries, documents.meanwhile)
     if why is None:
         rows[3] = rows[3].float()
         out = OPERATORS[kind](*rows, *boundaries)[0]
@@ -160,7 +160,7 @@ def mamba2_scan(
     fixed |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
     why = fla_kernels.why_not(x)
     if why is None:
-        why = why_wrong("Mamba-2's scan", C, x, Boundaries.of(documents))
+        why = why_wrong("Mamba-2's scan", C, x, Boundaries.of(documents), documents.meanwhile)
     if why is None:
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)

@@ -138,6 +138,7 @@ class PackedForward:
         self.recurrent = recurrent
         self.loss: Callable[[Tensor], Tensor] | None = None
         self._copies: dict[str, PackedForward] = {}
+        self._postponed: Callable[[], None] | None = None
 
     @property
     def tokens_here(self) -> int:
@@ -161,7 +162,7 @@ class PackedForward:
             if moved is self.layout:  # "cuda", which is "cuda:0"
                 return self
             copy = PackedForward.__new__(PackedForward)
-            vars(copy).update(vars(self), layout=moved, routes={}, _copies={})
+            vars(copy).update(vars(self), layout=moved, routes={}, _copies={}, _postponed=None)
             if self.recurrent is not None:
                 copy.recurrent = self.recurrent.of_layout(moved)
             self._copies[name] = copy
@@ -190,6 +191,16 @@ class PackedForward:
         for kind in self.kinds:
             with suppress(NotImplementedError):
                 self.routes[kind] = self._make_route(kind, dtype, needs_grad)
+
+    def postpone(self, recurrent: RecurrentDocuments, dtype: torch.dtype, needs_grad: bool) -> None:
+        """Let the first layer `prepare`: a recurrent one while its own kernels are compiled."""
+
+        def prepare_once() -> None:
+            if self._postponed is not None:
+                self._postponed = recurrent.meanwhile = None
+                self.prepare(dtype, needs_grad=needs_grad)
+
+        self._postponed = recurrent.meanwhile = prepare_once
 
     def attend(
         self, kind: LayerKind, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
@@ -220,6 +231,9 @@ class PackedForward:
             NotImplementedError: the backend cannot serve the kind.
         """
         found = self.routes.get(kind)
+        if found is None and self._postponed is not None:
+            self._postponed()
+            found = self.routes.get(kind)
         if found is not None:
             call = found.call
             if call.dtype == dtype and call.needs_grad == needs_grad:

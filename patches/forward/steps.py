@@ -355,7 +355,11 @@ def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pac
     device_type = layout.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
-    packed.prepare(dtype, needs_grad=grads and learns)
+    needs_grad = grads and learns
+    if recurrent is None or recurrent.for_any_row or torch.compiler.is_compiling():
+        packed.prepare(dtype, needs_grad=needs_grad)
+    else:
+        packed.postpone(recurrent, dtype, needs_grad)
     return packed
 
 

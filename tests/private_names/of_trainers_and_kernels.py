@@ -149,11 +149,17 @@ FLA = (
     *(
         Name(f"fla.{name}", "recurrent/fla_kernels/hopper.py")
         for name in (
+            "ops.common.chunk_o.chunk_bwd_kernel_dqkwg",
+            "ops.utils.prepare_chunk_indices",
             "backends.BaseBackend",
             "backends.register",
             "utils.IS_NVIDIA_HOPPER",
             "utils.TRITON_ABOVE_3_4_0",
             "utils.TRITON_ABOVE_3_7_1",
         )
+    ),
+    *(
+        Name(f"fla.ops.utils.cache.{name}", "recurrent/fla_configs/__init__.py")
+        for name in ("CachedAutotuner", "FLA_CACHE_MODE", "FlaCacheMode", "get_fla_config_dir")
     ),
 )

@@ -73,9 +73,10 @@ def compared(monkeypatch, tmp_path):
     monkeypatch.setenv("FLEXVARLEN_CACHE", str(tmp_path))
     monkeypatch.setattr(check.keys, "machine", lambda device: "a machine")
     monkeypatch.setattr(check, "why_nothing_runs", lambda device: None)
-    monkeypatch.setattr(check, "in_own_thread", lambda device, work: work())
+    monkeypatch.setattr(check, "in_own_threads", lambda device, works: [x() for x in works])
     monkeypatch.setattr(check, "_documents", lambda scan, lengths, device: lengths)
-    monkeypatch.setattr(check, "_run", lambda scan, lengths: None)
+    for step in ("_run_forward", "_run_backward"):
+        monkeypatch.setattr(check, step, lambda scan, lengths: None)
     monkeypatch.setattr(check, "_compare", lambda scan, device: found.append(scan))
     monkeypatch.setattr(check, "_known", {})
     return found
@@ -108,23 +109,42 @@ def test_what_is_wrong_does_not_run(compared, monkeypatch):
 
 def test_a_kernel_that_is_tuned_on_the_small_row(compared, monkeypatch):
     """Triton tunes it at its first launch, for rows of all lengths."""
-    monkeypatch.setattr(check, "_run", lambda scan, lengths: compared.append(sum(lengths)))
+    for step in ("_run_forward", "_run_backward"):
+        monkeypatch.setattr(check, step, lambda scan, lengths: compared.append(sum(lengths)))
     scan = scan_of("gated delta rule")
     assert check._why_wrong(*scan, 0) is None
-    assert compared == [7168, scan]
+    assert compared == [7168, 7168, scan]
 
 
-def test_a_step_that_is_compiled(compared, monkeypatch):
-    """It would wait for the lock of torch.compile, which the thread that traces a model holds."""
-    graphs = []
-    step = torch.compile(torch.sin, backend=lambda graph, _: graphs.append(graph) or graph)
-    monkeypatch.setattr(
-        check, "_compare", lambda scan, device: compared.append(step(torch.ones(1)))
-    )
-    assert check._why_wrong(*scan_of("gated delta rule"), 0) is None
-    assert (len(compared), graphs) == (1, [])
-    step(torch.ones(1))
-    assert len(graphs) == 1
+def test_what_is_compiled_meanwhile(compared):
+    """Once, where a scan is checked, and by nobody where it is known."""
+    q, boundaries, ran = torch.ones(1, 4, 2, 8), Boundaries(CPU, CPU), []
+    for _ in range(2):
+        why = check.why_wrong("gated delta rule", q, q, boundaries, lambda: ran.append(1))
+        assert why is None
+    assert len(compared) == len(ran) == 1
+
+
+def test_ours_fail_but_flas_own_are_right(compared, monkeypatch):
+    """Then fla times its own, and what is noted is not about ours."""
+    ours = [True]
+    monkeypatch.setattr(check, "fla_configs_are_used", lambda: bool(ours))
+    monkeypatch.setattr(check, "let_fla_time_its_own", lambda: bool(ours and ours.pop()))
+
+    def wrong_with_ours(scan, device):
+        compared.append(scan)
+        if ours:
+            raise RuntimeError("out of resources: shared memory")
+
+    monkeypatch.setattr(check, "_compare", wrong_with_ours)
+    scan = scan_of("gated delta rule")
+    assert check._why_wrong(*scan, 0) is None
+    assert compared == [scan, scan]
+    assert check.noted(CPU) == [str(scan)]
+    check._known.clear()
+    ours.append(True)  # another process
+    assert check._why_wrong(*scan, 0) is None
+    assert compared == [scan] * 3
 
 
 def test_heads_of_dynamic_shapes(compared):
@@ -150,7 +170,7 @@ def test_on_a_gpu(kind, trees, monkeypatch):
     device = torch.device("cuda", 0)
     heads, dims = SCANS[kind][0], (64, 64)
     scan = Scan(kind, heads, dims, torch.bfloat16, trees)
-    check._compare(scan, device)
+    check._tune_and_compare(scan, device)
     right = check.OPERATORS[kind]
     monkeypatch.setitem(check.OPERATORS, kind, lambda *given: [right(*given)[0] * 1.2])
     with pytest.raises(WrongResultError, match=r"its output is off by 0\.2"):

@@ -1,40 +1,62 @@
-"""FLEXVARLEN_FLA_CONFIGS: what fla reads is set by the import, unless it is asked for elsewhere."""
+"""The stored configurations of fla's kernels: who gets them, and when they are given up."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from pathlib import Path
+from enum import Enum
 from types import ModuleType
 
 import pytest
+import torch
 
 from flexvarlen.cli import machine
 from flexvarlen.recurrent import fla_configs
 
-FLA = ("FLA_CACHE_MODE", "FLA_CONFIG_DIR")
+OPTION = "FLEXVARLEN_FLA_CONFIGS"
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    """Without fla's variables; what the option sets is undone."""
-    for name in FLA:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.delitem(sys.modules, "fla.ops.utils.cache", raising=False)
+class Mode(Enum):
+    DISABLED = "disabled"
+    DEFAULT = "default"
 
 
-def found():
-    return [os.environ.get(name) for name in FLA]
+class CachedAutotuner:
+    """fla's, as far as it is read."""
+
+    def __init__(self):
+        self.cache = {"a shape": "a configuration"}
 
 
-def test_the_option_names_the_folder_of_the_files(monkeypatch):
-    monkeypatch.setenv("FLEXVARLEN_FLA_CONFIGS", "1")
-    fla_configs.use_configs_from_environment()
-    mode, folder = found()
-    assert mode == "default"
-    files = list(Path(folder).glob("*.json"))
+class Heuristics:
+    def __init__(self, fn):
+        self.fn = fn
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    """A stand-in for fla, on a Hopper GPU; two of its kernels have a configuration."""
+    cache, ops = ModuleType("fla.ops.utils.cache"), ModuleType("fla.ops.some")
+    cache.FlaCacheMode, cache.FLA_CACHE_MODE = Mode, Mode.DISABLED
+    cache.CachedAutotuner, cache.get_fla_config_dir = CachedAutotuner, lambda: "fla's own"
+    ops.tuned, ops.below = CachedAutotuner(), Heuristics(CachedAutotuner())
+    for name in ("fla", "fla.ops", "fla.ops.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["fla.ops.utils"].cache = cache
+    monkeypatch.setitem(sys.modules, cache.__name__, cache)
+    monkeypatch.setitem(sys.modules, ops.__name__, ops)
+    monkeypatch.setattr(fla_configs, "find_spec", lambda _: "found")
+    monkeypatch.setattr(fla_configs, "_on_hopper", lambda: True)
+    for name in (OPTION, "FLA_CACHE_MODE", "FLA_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return cache
+
+
+def test_flas_kernels_find_the_files(fla):
+    fla_configs.use_fla_configs()
+    assert fla.FLA_CACHE_MODE is Mode.DEFAULT
+    assert fla_configs.fla_configs_are_used()
+    files = list(fla.get_fla_config_dir().glob("*.json"))
     assert len(files) > 20
     for file in files:
         stored = json.loads(file.read_text())
@@ -42,40 +64,61 @@ def test_the_option_names_the_folder_of_the_files(monkeypatch):
         assert {"kwargs", "num_warps", "num_stages"} <= stored["default_config"].keys()
 
 
-@pytest.mark.parametrize("value", [None, "0"])
-def test_nothing_is_set_unasked(monkeypatch, value):
-    monkeypatch.delenv("FLEXVARLEN_FLA_CONFIGS", raising=False)
-    if value is not None:
-        monkeypatch.setenv("FLEXVARLEN_FLA_CONFIGS", value)
-    fla_configs.use_configs_from_environment()
-    assert found() == [None, None]
+@pytest.mark.parametrize(
+    ("on_hopper", "variables", "used"),
+    [
+        (False, {}, False),
+        (False, {OPTION: "1"}, True),
+        (True, {OPTION: "0"}, False),
+        (True, {"FLA_CACHE_MODE": "disabled"}, False),
+        (True, {OPTION: "1", "FLA_CONFIG_DIR": "a/folder"}, False),
+    ],
+)
+def test_who_gets_them(fla, monkeypatch, on_hopper, variables, used):
+    monkeypatch.setattr(fla_configs, "_on_hopper", lambda: on_hopper)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    fla_configs.use_fla_configs()
+    assert fla_configs.fla_configs_are_used() is used
 
 
-def test_flas_own_variables_take_precedence(monkeypatch):
-    monkeypatch.setenv("FLEXVARLEN_FLA_CONFIGS", "1")
-    monkeypatch.setenv("FLA_CACHE_MODE", "disabled")
-    fla_configs.use_configs_from_environment()
-    assert found() == ["disabled", None]
-
-
-def test_an_import_of_fla_before_is_warned_of(monkeypatch):
-    monkeypatch.setenv("FLEXVARLEN_FLA_CONFIGS", "1")
-    monkeypatch.setitem(sys.modules, "fla.ops.utils.cache", ModuleType("cache"))
-    with pytest.warns(UserWarning, match="import flexvarlen before"):
-        fla_configs.use_configs_from_environment()
-    assert found() == [None, None]
-
-
-def test_another_value_is_refused(monkeypatch):
-    monkeypatch.setenv("FLEXVARLEN_FLA_CONFIGS", "yes")
+def test_another_value_is_refused(fla, monkeypatch):
+    monkeypatch.setenv(OPTION, "yes")
     with pytest.raises(ValueError, match="must be 0 or 1, got 'yes'"):
-        fla_configs.use_configs_from_environment()
+        fla_configs.use_fla_configs()
 
 
-def test_doctor_names_the_option_where_fla_is_installed(monkeypatch):
+def test_kernels_that_fail_with_them_are_timed(fla):
+    """For all of the process, also if another model is patched."""
+    ops = sys.modules["fla.ops.some"]
+    assert not fla_configs.let_fla_time_its_own()
+    assert ops.tuned.cache
+    fla_configs.use_fla_configs()
+    assert fla_configs.let_fla_time_its_own()
+    assert not ops.tuned.cache
+    assert not ops.below.fn.cache
+    fla_configs.use_fla_configs()
+    assert fla.FLA_CACHE_MODE is Mode.DISABLED
+    assert not fla_configs.fla_configs_are_used()
+
+
+def test_doctor_says_who_chooses(fla, monkeypatch):
     monkeypatch.setattr(machine, "_version", lambda package: None)
     assert machine.fla_configs() is None
     monkeypatch.setattr(machine, "_version", lambda package: "0.6.0")
-    assert "FLEXVARLEN_FLA_CONFIGS=1" in machine.fla_configs()
+    assert "found on an H200" in machine.fla_configs()
+    monkeypatch.setenv(OPTION, "0")
+    fla.get_fla_config_dir = lambda: "fla's own"
+    assert f"{OPTION}=1" in machine.fla_configs()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """fla reads the two names that are replaced."""
+    cache = pytest.importorskip("fla.ops.utils.cache")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not a Hopper GPU")
     fla_configs.use_fla_configs()
-    assert "are stored" in machine.fla_configs()
+    found = cache.load_cached_config("chunk_fwd_kernel_o")
+    stored = json.loads((cache.get_fla_config_dir() / "chunk_fwd_kernel_o.json").read_text())
+    assert found == stored["default_config"]

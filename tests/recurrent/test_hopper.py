@@ -1,4 +1,4 @@
-"""The step of fla's backwards that runs in torch where fla's kernel of it is wrong."""
+"""The step of fla's backwards whose kernel Triton compiles wrongly with four warps on Hopper."""
 
 from __future__ import annotations
 
@@ -9,12 +9,28 @@ import torch
 
 from flexvarlen import PackedLayout
 from flexvarlen.recurrent.documents import RecurrentDocuments
-from flexvarlen.recurrent.fla_kernels.hopper import gradients_of_chunks, gradients_of_rows
-from tests.recurrent.cases import HV, H, K, V, randn
+from flexvarlen.recurrent.fla_kernels.hopper import gradients_of_chunks
+from tests.recurrent.cases import HV, H, randn
+
+K, V = 48, 80  # more than a tile, and no multiple of one
+pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(autouse=True)
+def _fla():
+    pytest.importorskip("fla")
+
+
+def on_gpu(tensors, dtype):
+    """As the kernel takes them: sums of decays stay in fp32."""
+    return {
+        n: x.detach().to("cuda", torch.float32 if n == "g" else dtype) for n, x in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [H, HV])
-def test_gradients_of_chunks(heads):
+def test_gradients_of_chunks(heads, dtype):
     """Against autograd through the same chunk: outputs, and the state after it."""
     lengths = (5, 64, 30)  # one chunk each
     total = sum(lengths)
@@ -44,30 +60,31 @@ def test_gradients_of_chunks(heads):
         start += length
     expected = torch.autograd.grad(torch.stack(losses).sum(), (q, k, g))
     natural = expected[2] / math.log(2)  # g is a log2; fla differentiates the natural log
-    given = {"cu_seqlens": docs.cu_seqlens, "chunk_indices": docs.chunk_indices, "scale": 0.3}
+    given = {"cu_seqlens": docs.cu_seqlens.cuda(), "chunk_indices": docs.chunk_indices.cuda()}
     tensors = {"q": q, "k": k, "v": v, "do": grad, "h": h, "dh": dh, "g": g, "dv": dv}
-    found = gradients_of_chunks(**{n: x.detach().float() for n, x in tensors.items()}, **given)
+    tensors["w"] = torch.zeros_like(torch.cat(dw)[None])
+    found = gradients_of_chunks(**on_gpu(tensors, dtype), **given, scale=0.3)
     for x, y in zip(found, (*expected[:2], torch.cat(dw)[None], natural), strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4)
+        assert (x.cpu().double() - y).norm() < 0.01 * y.norm()  # float32 is rounded to TF32
 
 
 def test_rows_are_documents():
     rows, tokens, chunks = 3, 70, 2
-    shapes = [(H, K), (H, K), (HV, V), (HV, V), (HV, V)]
-    tensors = {
-        name: randn(rows, tokens, *shape, seed=i).float()
-        for i, (name, shape) in enumerate(zip(("q", "k", "v", "do", "dv"), shapes, strict=True))
-    }
-    tensors["g"] = -randn(rows, tokens, HV, seed=5).float().abs().cumsum(1)
+    shapes = [(H, K), (H, K), (HV, V), (HV, V), (HV, V), (HV, K)]
+    names = ("q", "k", "v", "do", "dv", "w")
+    drawn = (randn(rows, tokens, *shape, seed=i) for i, shape in enumerate(shapes))
+    tensors = dict(zip(names, drawn, strict=True))
+    tensors["g"] = -randn(rows, tokens, HV, seed=5).abs().cumsum(1)
     for i, name in enumerate(("h", "dh")):
-        tensors[name] = randn(rows, chunks, HV, K, V, seed=6 + i).float()
-    found = gradients_of_rows(**tensors, scale=0.3)
+        tensors[name] = randn(rows, chunks, HV, K, V, seed=6 + i)
+    tensors = on_gpu(tensors, torch.bfloat16)
+    found = gradients_of_chunks(**tensors, scale=0.3)
     for row in range(rows):
         alone = gradients_of_chunks(
             **{name: x[row : row + 1] for name, x in tensors.items()},
             scale=0.3,
-            cu_seqlens=torch.tensor([0, tokens]),
-            chunk_indices=torch.tensor([[0, 0], [0, 1]]),
+            cu_seqlens=torch.tensor([0, tokens], device="cuda"),
+            chunk_indices=torch.tensor([[0, 0], [0, 1]], device="cuda"),
         )
         for x, y in zip(found, alone, strict=True):
             torch.testing.assert_close(x[row : row + 1], y)

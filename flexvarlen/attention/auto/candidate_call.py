@@ -6,7 +6,7 @@ D = head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import NamedTuple, TypeVar
@@ -94,16 +94,24 @@ GRADIENTS = ("dq", "dk", "dv", "dsinks")
 def in_own_thread(
     device: torch.device, work: Callable[[], Result], *, needs_grad: bool = True
 ) -> Result:
-    """Run `work` in a new thread, isolated from the state of the calling thread.
+    """Run `work` in a new thread: `in_own_threads` of one."""
+    return in_own_threads(device, [work], needs_grad=needs_grad)[0]
+
+
+def in_own_threads(
+    device: torch.device, works: Sequence[Callable[[], Result]], *, needs_grad: bool = True
+) -> list[Result]:
+    """Run each of `works` in a new thread, isolated from the state of the calling thread.
 
     The caller's grad mode, autocast, dispatch modes and saved-tensor hooks (as in gradient
-    checkpointing) do not apply. It runs on the caller's stream. The cuBLAS workspaces of this and
-    the backward's thread stay allocated. RNG states are restored. Must not be called while a
-    CUDA graph is captured, or inside a backward, where it would deadlock.
+    checkpointing) do not apply. They run on the caller's stream. The cuBLAS workspaces of these and
+    the backward's threads stay allocated. RNG states are restored: `works` of several threads must
+    draw from generators of their own. Must not be called while a CUDA graph is captured, or inside
+    a backward, where it would deadlock.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def in_context() -> Result:
+    def in_context(work: Callable[[], Result]) -> Result:
         with ExitStack() as stack:
             if stream is not None:
                 stack.enter_context(torch.cuda.device(device))
@@ -111,15 +119,15 @@ def in_own_thread(
             ours = [] if stream is None else [stream.device_index]
             stack.enter_context(torch.random.fork_rng(ours, device_type="cuda"))
             stack.enter_context(torch.set_grad_enabled(needs_grad))
-            stack.enter_context(torch.autograd.set_detect_anomaly(False))  # global to all threads
             return work()
 
+    threads = ThreadPoolExecutor(len(works), thread_name_prefix="flexvarlen-auto")
     try:
-        with ThreadPoolExecutor(1, thread_name_prefix="flexvarlen-auto") as thread:
-            return thread.submit(in_context).result()
+        with torch.autograd.set_detect_anomaly(False), threads:  # global to all threads
+            return list(threads.map(in_context, works))
     finally:
         if stream is not None:
-            torch.cuda.empty_cache()  # return the memory that `work` used to the device
+            torch.cuda.empty_cache()  # return the memory that `works` used to the device
 
 
 def why_nothing_runs(device: torch.device) -> str | None:

@@ -90,7 +90,10 @@ def flex(
 
 
 def _as_BHTD(x_THD: Tensor) -> Tensor:
-    """Return the tensor as `[1, H, T, D]`: a copy in two cases, otherwise a view."""
+    """Return the tensor as `[1, H, T, D]`: a copy in three cases, otherwise a view."""
+    if not torch.compiler.is_compiling():
+        # Each order of strides would be compiled for, and partial rotary embeddings give another.
+        x_THD = x_THD.contiguous()
     x_BHTD = x_THD.transpose(0, 1)[None]
     if x_THD.numel() >= INT32_ELEMENTS:  # the templates of torch up to 2.13 would overflow offsets
         return x_BHTD.contiguous()
@@ -232,8 +235,8 @@ def _call_compiled(
 ) -> tuple[Tensor, Tensor | None]:
     """Call the compiled kernel for a kind of call, even beyond Dynamo's recompile limit.
 
-    Rows of one token, rows shorter than a block and different strides may each add a graph. At the
-    limit, the kind gets a new function, whose count starts at 0.
+    Rows of one token and rows shorter than a block may each add a graph. At the limit, the kind
+    gets a new function, whose count starts at 0.
     """
     while True:
         generation = _generations.get(kind, 0)

@@ -1,45 +1,75 @@
-"""One configuration for each of fla's kernels: files that fla reads, and the option to use them."""
+"""One configuration for each of fla's kernels, found on an H200.
+
+Without them fla times dozens of each, for minutes at the first steps of a machine.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-import warnings
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import torch
+
+OPTION = "FLEXVARLEN_FLA_CONFIGS"
 
 
 def use_fla_configs() -> None:
-    """Let fla take the configurations of this folder, unless its own variables ask for others.
+    """Let fla take the configurations of this folder, from now on: on Hopper GPUs by default.
 
-    fla reads the variables when it is imported: call this before.
-    """
-    if not fla_variables_are_set():
-        os.environ.update(FLA_CACHE_MODE="default", FLA_CONFIG_DIR=str(Path(__file__).parent))
-
-
-def use_configs_from_environment() -> None:
-    """Call `use_fla_configs` if FLEXVARLEN_FLA_CONFIGS is 1.
+    With FLEXVARLEN_FLA_CONFIGS=1 on other GPUs too; not with 0, nor where fla's own variables say
+    what it takes, nor where it is not installed.
 
     Raises:
-        ValueError: it is neither 0 nor 1.
+        ValueError: the option is neither 0 nor 1.
     """
-    asked = os.environ.get("FLEXVARLEN_FLA_CONFIGS", "")
+    asked = os.environ.get(OPTION, "")
     if asked not in ("", "0", "1"):
-        raise ValueError(
-            f"FLEXVARLEN_FLA_CONFIGS must be 0 or 1, got {asked!r}; set one of them or unset it."
-        )
-    if asked != "1" or fla_variables_are_set():
+        raise ValueError(f"{OPTION} must be 0 or 1, got {asked!r}; set one of them or unset it.")
+    if asked == "0" or fla_variables_are_set() or not (asked or _on_hopper()):
         return
-    if "fla.ops.utils.cache" in sys.modules:
-        warnings.warn(
-            "FLEXVARLEN_FLA_CONFIGS=1 has no effect, as fla was imported first; import flexvarlen "
-            "before it.",
-            stacklevel=2,
-        )
+    if find_spec("fla") is None:
         return
-    use_fla_configs()
+    from fla.ops.utils import cache
+
+    if cache.get_fla_config_dir is not _folder:
+        cache.get_fla_config_dir = _folder
+        cache.FLA_CACHE_MODE = cache.FlaCacheMode.DEFAULT
+
+
+def fla_configs_are_used() -> bool:
+    """Whether `use_fla_configs` gave fla the configurations of this folder."""
+    cache: Any = sys.modules.get("fla.ops.utils.cache")
+    if cache is None or cache.get_fla_config_dir is not _folder:
+        return False
+    return cache.FLA_CACHE_MODE is not cache.FlaCacheMode.DISABLED
+
+
+def let_fla_time_its_own() -> bool:
+    """Undo `use_fla_configs`, where a kernel fails with them; whether there was anything to do."""
+    if not fla_configs_are_used():
+        return False
+    from fla.ops.utils import cache
+
+    cache.FLA_CACHE_MODE = cache.FlaCacheMode.DISABLED
+    modules = [module for name, module in sys.modules.items() if name.startswith("fla.")]
+    found = [x for module in modules for x in vars(module).values()]
+    for kernel in (*found, *(getattr(x, "fn", None) for x in found)):  # also below heuristics
+        if isinstance(kernel, cache.CachedAutotuner):
+            kernel.cache.clear()
+    return True
 
 
 def fla_variables_are_set() -> bool:
     """Whether fla's own variables say which configurations it takes."""
     return "FLA_CACHE_MODE" in os.environ or "FLA_CONFIG_DIR" in os.environ
+
+
+def _folder() -> Path:
+    return Path(__file__).parent
+
+
+def _on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

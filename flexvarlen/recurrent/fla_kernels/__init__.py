@@ -31,10 +31,12 @@ def why_not(x: Tensor) -> str | None:
 
 
 def let_fla_run() -> None:
-    """Give fla the step that it refuses to compute on this machine, if it is installed."""
+    """Give fla configurations and the step that it refuses on this machine, if it is installed."""
     if torch.cuda.is_available() and _WHY_NOT_INSTALLED is None:
+        from flexvarlen.recurrent.fla_configs import use_fla_configs
         from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
 
+        use_fla_configs()
         avoid_wrong_kernel()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from operator import index
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from flexvarlen.attention.auto import keys
 from flexvarlen.attention.auto.cache_file import cache_path, read_entries, write_entries
-from flexvarlen.attention.auto.candidate_call import in_own_thread, why_nothing_runs
+from flexvarlen.attention.auto.candidate_call import in_own_threads, why_nothing_runs
 from flexvarlen.attention.auto.check_results import (
     TOLERANCE,
     CannotCheckError,
@@ -27,8 +28,14 @@ from flexvarlen.attention.auto.check_results import (
 )
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.recurrent.documents import RecurrentDocuments
-from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan
-from flexvarlen.recurrent.fla_kernels.delta_rules import gated_delta_rule, kimi_delta_rule
+from flexvarlen.recurrent.fla_configs import fla_configs_are_used, let_fla_time_its_own
+from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan, decayed_scan_gradients
+from flexvarlen.recurrent.fla_kernels.delta_rules import (
+    gated_delta_rule,
+    gated_delta_rule_gradients,
+    kimi_delta_rule,
+    kimi_delta_rule_gradients,
+)
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 
 OPERATORS: dict[str, Callable[..., list[Tensor]]] = {
@@ -36,6 +43,12 @@ OPERATORS: dict[str, Callable[..., list[Tensor]]] = {
     "Kimi's delta rule": kimi_delta_rule,
     "Mamba-2's scan": decayed_scan,
 }
+GRADIENTS: dict[str, Callable[..., list[Tensor]]] = {
+    "gated delta rule": gated_delta_rule_gradients,
+    "Kimi's delta rule": kimi_delta_rule_gradients,
+    "Mamba-2's scan": decayed_scan_gradients,
+}
+"""What the backwards of `OPERATORS` call."""
 NOTED = "fla's kernels are right: "
 """How the cache file notes a scan, behind the machine."""
 
@@ -77,13 +90,25 @@ class Scan(NamedTuple):
         return f"{self.kind}{' of trees' * self.trees}, {heads} heads of {dims}, {dtype}"
 
 
-def why_wrong(kind: str, q: Tensor, v: Tensor, boundaries: Boundaries) -> str | None:
+def why_wrong(
+    kind: str,
+    q: Tensor,
+    v: Tensor,
+    boundaries: Boundaries,
+    meanwhile: Callable[[], None] | None = None,
+) -> str | None:
     """Why fla's kernels must not run this scan, or None.
 
     Checks them at the first call on this machine. They run unchecked while a CUDA graph is
     captured, inside a backward, and where memory is short. Traces to a constant.
+
+    Args:
+        meanwhile: what else has to be compiled; if the scan is checked, both are at once.
     """
-    found: str | None = _why_wrong(*Scan.of(kind, q, v, boundaries), v.device.index)
+    scan = Scan.of(kind, q, v, boundaries)
+    if meanwhile is not None and not torch.compiler.is_compiling():
+        return _check_once(scan, v.device, meanwhile)
+    found: str | None = _why_wrong(*scan, v.device.index)
     return found
 
 
@@ -97,8 +122,13 @@ def _why_wrong(
     device_index: int,
 ) -> str | None:
     scan = Scan(kind, heads, head_dims, dtype, trees)
-    device = torch.device("cuda", device_index)
-    key = f"{keys.machine(device)}; {NOTED}{scan}"
+    return _check_once(scan, torch.device("cuda", device_index))
+
+
+def _check_once(
+    scan: Scan, device: torch.device, meanwhile: Callable[[], None] | None = None
+) -> str | None:
+    key = _key(scan, device)
     if key in _known:
         return _known[key]
     if key in read_entries(cache_path()):
@@ -106,16 +136,25 @@ def _why_wrong(
         return None
     if why_nothing_runs(device) is not None:
         return None
+    check = partial(_tune_and_compare, scan, device)
+    works = [lambda: failure(check), *([] if meanwhile is None else [meanwhile])]
     try:
-        why = failure(lambda: in_own_thread(device, lambda: _tune_and_compare(scan, device)))
+        why = in_own_threads(device, works)[0]
     except CannotCheckError:
         return None
+    if why is not None and let_fla_time_its_own():
+        return _check_once(scan, device)
     _known[key] = why and f"fla's kernels failed a check of {scan} ({why})"
     if why is None:
         write_entries(cache_path(), {key: {}})
     else:
         warnings.warn(f"flexvarlen: {_known[key]}, so plain torch runs it.", stacklevel=2)
     return _known[key]
+
+
+def _key(scan: Scan, device: torch.device) -> str:
+    configs = ", in the configurations of flexvarlen" * fla_configs_are_used()
+    return f"{keys.machine(device)}; {NOTED}{scan}{configs}"
 
 
 _known: dict[str, str | None] = {}
@@ -134,11 +173,28 @@ def _tune_and_compare(scan: Scan, device: torch.device) -> None:
     """Run the kernels on a row as in training, then compare them on the small row.
 
     Triton tunes a kernel at its first launch, for rows of all lengths, and fla keeps that on disk.
-    Nothing is compiled by torch.compile, which would wait for the thread that traces this call.
     """
-    with torch.compiler.set_stance("force_eager"):
-        _run(scan, _documents(scan, TUNED, device))
-        _compare(scan, device)
+    documents = _documents(scan, TUNED, device)
+    steps = [partial(_run_forward, scan, documents), partial(_run_backward, scan, documents)]
+    if fla_configs_are_used():  # nothing is timed, so kernels can be compiled at once
+        in_own_threads(device, steps)
+    else:
+        for step in steps:
+            step()
+    _compare(scan, device)
+
+
+def _run_forward(scan: Scan, documents: RecurrentDocuments) -> None:
+    OPERATORS[scan.kind](*_inputs(scan, documents.layout), *Boundaries.of(documents))
+
+
+def _run_backward(scan: Scan, documents: RecurrentDocuments) -> None:
+    """Run the backward alone, of a forward that returned zeros."""
+    inputs = [x.detach() for x in _inputs(scan, documents.layout)]
+    boundaries = Boundaries.of(documents)
+    on_meta = (x.to("meta") if isinstance(x, Tensor) else x for x in (*inputs, *boundaries))
+    outputs = [torch.zeros_like(x, device=inputs[0].device) for x in OPERATORS[scan.kind](*on_meta)]
+    GRADIENTS[scan.kind](torch.zeros_like(outputs[0]), inputs, outputs, *boundaries)
 
 
 def _compare(scan: Scan, device: torch.device) -> None:
@@ -171,20 +227,23 @@ def _documents(scan: Scan, lengths: tuple[int, ...], device: torch.device) -> Re
 
 def _run(scan: Scan, documents: RecurrentDocuments) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     """Inputs, a gradient of the output for the last heads, and what the kernels make of them."""
-    inputs = _inputs(scan, documents.layout.total_tokens, documents.layout.device)
+    inputs = _inputs(scan, documents.layout)
     out = OPERATORS[scan.kind](*inputs, *Boundaries.of(documents))[0]
     group = scan.heads[1] // scan.heads[0]
     grad = torch.zeros_like(out)
-    grad[:, :, -group:] = torch.randn_like(grad[:, :, -group:])
+    generator = torch.Generator(out.device).manual_seed(1)
+    grad[:, :, -group:].normal_(generator=generator)
     return inputs, grad, [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
-def _inputs(scan: Scan, tokens: int, device: torch.device) -> list[Tensor]:
+def _inputs(scan: Scan, layout: PackedLayout) -> list[Tensor]:
     """q, k, v, the log of the decay, and beta of delta rules; leaves."""
     (heads, value_heads), (key_dim, value_dim) = scan.heads, scan.head_dims
+    generator = torch.Generator(layout.device).manual_seed(0)
 
     def normal(*shape: int, dtype: torch.dtype = scan.dtype) -> Tensor:
-        return torch.randn(1, tokens, *shape, device=device, dtype=dtype)
+        of_row = (1, layout.total_tokens, *shape)
+        return torch.randn(of_row, generator=generator, device=layout.device, dtype=dtype)
 
     per_channel = (key_dim,) if scan.kind == "Kimi's delta rule" else ()
     decay = F.logsigmoid(normal(value_heads, *per_channel, dtype=torch.float32) + 3)

@@ -233,5 +233,16 @@ def _complete(operator: Any, backward: Any, squares: int) -> None:
     backward.register_fake(_fake_backward)
 
 
+def delta_rule_gradients(
+    backward: Any, grad: Tensor, inputs: list[Tensor], outputs: list[Tensor], *boundaries: Any
+) -> list[Tensor]:
+    """Gradients of an operator's inputs, from what it returned, without autograd."""
+    _, _, v, _, beta = inputs
+    found: list[Tensor] = backward(grad, v, beta, outputs[1:], *boundaries)
+    return found
+
+
+gated_delta_rule_gradients = partial(delta_rule_gradients, _gated_delta_rule_backward)
+kimi_delta_rule_gradients = partial(delta_rule_gradients, _kimi_delta_rule_backward)
 _complete(gated_delta_rule, _gated_delta_rule_backward, squares=1)
 _complete(kimi_delta_rule, _kimi_delta_rule_backward, squares=2)

@@ -9,6 +9,7 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.compiled_flex import _inductor_keeping_buffers
+from flexvarlen.measure import watch_compilation
 from tests.backends import gpu_param
 
 
@@ -36,6 +37,19 @@ def test_two_backwards_of_one_forward(sizes):
             for _ in range(1 + again):
                 grad = torch.autograd.grad(out.sum(), x, retain_graph=again)[0]
                 torch.testing.assert_close(grad, expected)
+
+
+def test_orders_of_strides_share_a_graph():
+    """Partial rotary embeddings concatenate: their queries are heads by tokens in memory."""
+    torch._dynamo.reset()
+    layout = fv.PackedLayout.from_lengths([40, 24])
+    q, k, v = (torch.randn(64, heads, 16) for heads in (4, 2, 2))
+    expected = fv.packed_attention(q, k, v, layout, backend="flex")
+    other = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k)]
+    with watch_compilation() as stats:
+        found = fv.packed_attention(*other, v, layout, backend="flex")
+    assert torch.equal(found, expected)
+    assert stats.compilations == 0
 
 
 LAYOUTS = ((100, 1, 155), (90, 33, 200, 5), (300,), (100, 1, 155))  # the second recompiles
