@@ -76,19 +76,14 @@ def _page_table(groups: Sequence[Group]) -> Table:
     def speedup(variant: str) -> Callable[[Group], str]:
         def cell(group: Group) -> str:
             found = _gain(group, variant)
-            if found is None:
-                return NOTHING
-            return f"{found:.2f}× ({1 / _run_share(group[variant]):.2f}×)"
+            possible = f" ({1 / _run_share(group[variant]):.2f}×)" if found is not None else ""
+            return _times(found) + possible
 
         return cell
 
     def padded(group: Group) -> str:
         found = value(group.get(PADDED), "samples_per_s")
         return NOTHING if found is None else f"{found:.2f}"
-
-    def gain_of_sharing(group: Group) -> str:
-        found = _gain(group, SHARED, PACKED)
-        return NOTHING if found is None else f"{found:.2f}×"
 
     def peak(group: Group) -> str:
         found = [value(group.get(name), "peak_mib") for name in (PADDED, PACKED, SHARED)]
@@ -99,7 +94,7 @@ def _page_table(groups: Sequence[Group]) -> Table:
         Column("samples/s, padded", padded),
         Column("packed: speedup (possible)", speedup(PACKED)),
         Column("prompts shared: speedup (possible)", speedup(SHARED)),
-        Column("prompts shared ÷ packed", gain_of_sharing),
+        Column("prompts shared ÷ packed", lambda group: _times(_gain(group, SHARED, PACKED))),
         Column("peak GiB: padded, packed, shared", peak),
     ]
     records = [group[PACKED] for group in groups]
@@ -146,6 +141,10 @@ def _gain(group: Group, variant: str, base: str = PADDED) -> float | None:
     return None if own is None or other is None else own / other
 
 
+def _times(gain: float | None) -> str:
+    return NOTHING if gain is None else f"{gain:.2f}×"
+
+
 def _run_share(record: Record) -> float:
     """Tokens that are run, of the positions of the padded batch."""
     m = record.measures
@@ -188,7 +187,7 @@ def table(records: Sequence[Record]) -> Table:
         if any(r.case["variant"].endswith("+shared") for r in records):
             columns.append(number("tokens run", "tokens_run", ",.0f"))
         columns += [
-            Column(f"speed ÷ `{name}`'s", lambda r: "–" if (x := gain(r)) is None else f"{x:.2f}×"),
+            Column(f"speed ÷ `{name}`'s", lambda r: _times(gain(r))),
             Column("share of the possible speedup", used),
         ]
     columns.append(number("error ÷ allowed", "error_over_allowed", ".2f"))
