@@ -38,7 +38,7 @@ from flexvarlen.bench.suites.model.tree_runs import TreeSteps, measure_trees, sp
 from flexvarlen.report.records import Record, by_machine, commits_of, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Findings, Options, Suite
-from flexvarlen.verify.experiment.marks import THEIRS
+from flexvarlen.verify.experiment.inputs import THEIRS
 from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
 
 ROW_TOKENS, QUICK_TOKENS = 32_768, 128

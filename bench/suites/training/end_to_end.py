@@ -55,7 +55,7 @@ from flexvarlen.report.records import Record
 from flexvarlen.report.table import Table
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
-from flexvarlen.verify.experiment.marks import THEIRS
+from flexvarlen.verify.experiment.inputs import THEIRS
 from flexvarlen.verify.experiment.step import checkpoint_layers
 from flexvarlen.verify.experiment.variant import set_transformers
 

@@ -37,7 +37,7 @@ from flexvarlen.verify.compare.check import Checks, check_variant
 from flexvarlen.verify.compare.report import BASELINE, SUITE, Report
 from flexvarlen.verify.corpus import row_of
 from flexvarlen.verify.experiment.batch import PackedBatch, recut
-from flexvarlen.verify.experiment.marks import THEIRS
+from flexvarlen.verify.experiment.inputs import THEIRS
 from flexvarlen.verify.experiment.measure import LIMITS, CheckedVariant, check_and_time
 from flexvarlen.verify.experiment.step import causal_step, free
 from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
