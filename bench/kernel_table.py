@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -167,13 +168,10 @@ class Replayed:
 
 def replay(cases: Sequence[Case], installed: Sequence[str]) -> list[Replayed]:
     """Choose for each case from the others: forward and training, eager and compiled."""
-    found = []
-    for case in cases:
-        others = [other for other in cases if other is not case]
-        for needs_grad in (False, True):
-            for compiled in (False, True):
-                found.append(_replayed(case, others, installed, needs_grad, compiled))
-    return found
+    return [
+        _replayed(case, [x for x in cases if x is not case], installed, needs_grad, compiled)
+        for case, needs_grad, compiled in product(cases, (False, True), (False, True))
+    ]
 
 
 def _replayed(

@@ -11,10 +11,9 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.training import convergence, convergence_tables, end_to_end, texts
-from flexvarlen.bench.suites.training.batches import padded_batches, split_evenly
 from flexvarlen.bench.suites.training.convergence_tables import outcomes
-from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
-from flexvarlen.bench.suites.training.trainer import Clock
+from flexvarlen.bench.suites.training.texts import padded_batches, split_evenly
+from flexvarlen.bench.suites.training.trainer import Clock, check_first_step, first_step_alone
 from flexvarlen.report.records import Record, read_records
 from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import Options

@@ -108,7 +108,8 @@ _MAMBA = {
 }
 
 TINY: dict[str, dict[str, Any]] = {
-    "llama": _HEAD_16,
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma", "glm", "glm4", "arcee"), _HEAD_16),
+    **dict.fromkeys(("ernie4_5", "hunyuan_v1_dense"), _HEAD_16),
     "llama4_text": {
         **_HEAD_16,
         **_LOCAL_EXPERTS,
@@ -120,18 +121,15 @@ TINY: dict[str, dict[str, Any]] = {
         "floor_scale": 8,  # 8192 in the published models
         "attn_scale": 0.5,
     },
-    "qwen2": _HEAD_16,
     "qwen2_moe": {
         **_QWEN_EXPERTS,
         "decoder_sparse_step": 1,
         "use_sliding_window": True,
         "sliding_window": 9,
     },
-    "qwen3": _HEAD_16,
     "qwen3_moe": {**_HEAD_16, **_EXPERTS},
     "mistral": {**_HEAD_16, "sliding_window": 9},
     "mixtral": {**_HEAD_16, **_LOCAL_EXPERTS, "sliding_window": 9},
-    "gemma": _HEAD_16,
     "gemma2": {**_HEAD_16, **_ALTERNATING, "query_pre_attn_scalar": 16},
     "gemma3_text": {**_HEAD_16, **_ALTERNATING, "query_pre_attn_scalar": 16},
     "gemma3": {
@@ -163,8 +161,6 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "olmo3": _ALTERNATING,
     "smollm3": {**_HEAD_16, "no_rope_layers": [1, 0]},
-    "glm4": _HEAD_16,
-    "glm": _HEAD_16,
     "cohere2": {**_HEAD_16, **_ALTERNATING},
     "deepseek_v3": _LATENT,
     "qwen2_vl": {
@@ -243,15 +239,12 @@ TINY: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_HEAD_16, **_ROUTED_EXPERTS},
     "qwen3_vl_moe": {"text_config": {**_QWEN3_VL_TEXT, **_EXPERTS}, **_QWEN3_VL_IMAGES},
     "exaone4": _ALTERNATING,
-    "ernie4_5": _HEAD_16,
-    "hunyuan_v1_dense": _HEAD_16,
     "seed_oss": {**_HEAD_16, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "olmoe": _EXPERTS,
     "granitemoe": _LOCAL_EXPERTS,
     "minimax_m2": {**_HEAD_16, **_LOCAL_EXPERTS},
     "deepseek_v2": {**_LATENT, "n_group": None, "topk_group": None},
     "starcoder2": {"sliding_window": 9},
-    "arcee": _HEAD_16,
     "gemma4_text": {
         **_HEAD_16,
         "num_hidden_layers": 4,

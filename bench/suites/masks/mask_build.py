@@ -25,10 +25,11 @@ from flexvarlen.bench.suites.masks.builders import (
     TREES,
     Build,
     MaskCase,
+    difference,
+    expected_tables,
     layout_of,
     options_of_kind,
 )
-from flexvarlen.bench.suites.masks.check import difference, expected_tables
 from flexvarlen.measure import (
     HostAndDevice,
     peak_memory_mib,

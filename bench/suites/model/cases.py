@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flexvarlen.bench.suites.model.documents import (
+from flexvarlen.bench.suites.model.geometries import (
+    GEOMETRIES,
     LONGEST_SHARE,
     Documents,
+    GeometryCase,
     drawn_lengths,
     source_of,
     text_lengths,
 )
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase
 from flexvarlen.runner.suite import Options
 from flexvarlen.verify.experiment.inputs import BATCHINGS, SORTED
 from flexvarlen.verify.experiment.variant import require_known
@@ -110,7 +111,11 @@ MEASURED = (WHOLE, "llama-3.2-1b", "llama-3.1-8b", "qwen3-4b", "qwen3-0.6b")
 def cases_of(options: Options) -> list[ModelCase]:
     """All cases, geometry by geometry."""
     if options.is_small:
-        return list(_quick(options))
+        return [
+            _case("qwen3-tiny", 256, "text", options),
+            _case("llama-tiny", 128, "log-normal", options, checkpointing=True),
+            _case("qwen3-tiny", 128, "uniform", options, "compiled"),
+        ]
     return [case for geometry in MEASURED for case in _geometry(geometry, options)]
 
 
@@ -126,12 +131,6 @@ def _geometry(geometry: str, options: Options) -> Iterator[ModelCase]:
         yield train(8192, mode="compiled")
         yield train(32_768, "log-normal")
         yield train(32_768, "uniform")
-
-
-def _quick(options: Options) -> Iterator[ModelCase]:
-    yield _case("qwen3-tiny", 256, "text", options)
-    yield _case("llama-tiny", 128, "log-normal", options, checkpointing=True)
-    yield _case("qwen3-tiny", 128, "uniform", options, "compiled")
 
 
 def _case(

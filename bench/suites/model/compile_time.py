@@ -181,8 +181,12 @@ def measured(case: CompileCase, name: str, part: str, device: torch.device) -> d
         first = wall_seconds(step, device)
     with watch_compilation() as after:
         rest = [wall_seconds(step, device) for _ in range(STEPS_AFTER)]
-    reason = nothing_compiled(stats.compilations, found["how"])
-    if reason is not None:
+    if not stats.compilations:
+        reason = (
+            f"nothing was compiled ({found['how']}), so the steps ran eagerly; accelerate before "
+            "1.15 compiles nothing of a model that was patched first: use a newer one, or "
+            "compile_regions first."
+        )
         return found | {"status": "failed", "reason": reason}
     found |= {
         "compile_wall_s": first - min(rest),
@@ -222,16 +226,6 @@ def compiled(variant: Variant, compiler: str, scope: str) -> tuple[Variant, str]
             layer.compile(**settings)
         return variant, "Module.compile"
     return replace(variant, call=torch.compile(variant.model, **settings)), "torch.compile"
-
-
-def nothing_compiled(graphs: int, how: str) -> str | None:
-    """The sentence for steps that ran eagerly though they were to be compiled, else None."""
-    if graphs > 0:
-        return None
-    return (
-        f"nothing was compiled ({how}), so the steps ran eagerly; accelerate before 1.15 compiles "
-        "nothing of a model that was patched first: use a newer one, or compile_regions first."
-    )
 
 
 # --- the table -----------------------------------------------------------------------------------

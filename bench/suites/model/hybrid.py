@@ -26,13 +26,13 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from flexvarlen.bench.suites.model.documents import (
+from flexvarlen.bench.suites.model.geometries import (
     LONGEST_SHARE,
+    GeometryCase,
     drawn_lengths,
     source_of,
     text_lengths,
 )
-from flexvarlen.bench.suites.model.geometries import GeometryCase
 from flexvarlen.bench.suites.model.packings import rows_of
 from flexvarlen.bench.suites.model.recurrences import (
     convolution_of_fla,
@@ -273,8 +273,8 @@ def _table(records: Sequence[Record]) -> Table:
         Column("variant", _name),
         Column("ms (p20–p80)", lambda r: cell(r, spread(r), notes)),
         Column("tokens per second", rate),
-        Column("delta rule", lambda r: _kernel(r, "delta_rule")),
-        Column("convolution", lambda r: _kernel(r, "convolution")),
+        Column("delta rule", lambda r: str(r.measures.get("delta_rule", NOTHING))),
+        Column("convolution", lambda r: str(r.measures.get("convolution", NOTHING))),
     ]
     if case["kind"] == "padded":
         columns.append(number("positions ÷ tokens", "positions_per_token", ".2f"))
@@ -289,9 +289,8 @@ def _table(records: Sequence[Record]) -> Table:
         number("peak GiB", "peak_mib", ".1f", 1 / 1024),
         number("error ÷ allowed", "error_over_allowed", ".2f"),
     ]
-    wrong = [r for r in records if not is_ok(r)]
-    lines = [*(r for r in records if is_ok(r)), *wrong]
-    return Table.of(lines, columns, _title(records), notes=notes)
+    right_first = sorted(records, key=lambda r: not is_ok(r))
+    return Table.of(right_first, columns, _title(records), notes=notes)
 
 
 def _name(record: Record) -> str:
@@ -300,10 +299,6 @@ def _name(record: Record) -> str:
     title = title.replace("boundaries from both", "boundaries from cu_seq_lens and seq_idx")
     batch = {PADDED: "padded, ", SORTED: "padded, sorted by length, "}.get(batching, "")
     return f"{batch}{title}{', fla’s convolution' if fla_convolution else ''}"
-
-
-def _kernel(record: Record, name: str) -> str:
-    return str(record.measures.get(name, NOTHING))
 
 
 def _recompilations(record: Record) -> str:

@@ -124,7 +124,9 @@ class Packings(Suite[RowCase]):
         return map(packings_table, records_alike(records, ("variant",), of_one_run=True))
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        return [packings_table(own, ON_PAGE) for own in _longest_run(records)]
+        shown = ("attention", "compiled ms (p20–p80)", "graph breaks", "recompilations")
+        tables = map(packings_table, _longest_run(records))
+        return [table.only(*shown, notes=table.notes[1:]) for table in tables]
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         return [draw(own, folder) for own in _longest_run(records)]
@@ -149,13 +151,9 @@ def check(experiment: Experiment, case: RowCase, name: str) -> CheckedVariant:
 # --- the table and the chart ---------------------------------------------------------------------
 
 
-ON_PAGE = ("attention", "compiled ms (p20–p80)", "graph breaks", "recompilations")
-
-
-def packings_table(records: Sequence[Record], titles: Sequence[str] = ()) -> Table:
-    """One case: variants down; all columns, or those of these titles."""
+def packings_table(records: Sequence[Record]) -> Table:
+    """One case: variants down; the first note is the baseline's error."""
     notes = Notes()
-
     columns = [
         Column("attention", _name),
         number("eager ms", "eager_ms_p50", ".0f"),
@@ -170,13 +168,8 @@ def packings_table(records: Sequence[Record], titles: Sequence[str] = ()) -> Tab
         number("peak GiB", "peak_mib", ".1f", 1 / 1024),
         number("relative error", "error", ".1e"),
     ]
-    columns = [column for column in columns if not titles or column.title in titles]
-    done = next((r.measures for r in records if is_ok(r)), None)
-    said = (
-        []
-        if done is None or titles
-        else [f"Error of each document alone: {done['baseline_error']:.1e}."]
-    )
+    done = [r.measures for r in records if is_ok(r)][:1]
+    said = [f"Error of each document alone: {m['baseline_error']:.1e}." for m in done]
     return Table.of(records, columns, _title(records), notes=chain(said, notes))
 
 

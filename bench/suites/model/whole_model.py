@@ -151,7 +151,7 @@ def _step_of(record: Record) -> Step:
 
 def training_table(records: Sequence[Record]) -> Table:
     """One model's tokens per second: variants down, contexts across."""
-    notes = Notes()
+    notes, by_variant = Notes(), grouped(records, "variant")
     found = {(r.case["variant"], _step_of(r)): r for r in records}
     steps = sorted({step for _, step in found}, key=lambda step: (step[1], step[0]))
     in_memory = _measured_by_most(records)
@@ -166,7 +166,8 @@ def training_table(records: Sequence[Record]) -> Table:
         return NOTHING if mib is None else f"{mib / 1024:.1f}"
 
     columns = [
-        *_name_columns(records),
+        Column("batch", lambda v: split_variant(v)[0]),
+        Column("attention", lambda v: attention_title(split_variant(v)[1], took(by_variant[v]))),
         *(Column(f"{step[0]:,}{step[1]}", partial(rate, step=step)) for step in steps),
         Column(f"peak GiB at {in_memory[0]:,}", peak),
     ]
@@ -174,7 +175,9 @@ def training_table(records: Sequence[Record]) -> Table:
         f"{model_title(records[0])}, training ({records[0].case['step']}): tokens per second by "
         f"the tokens per step, in parentheses the ratio to the best; {where(records)}"
     )
-    return Table.of(_variants(records), columns, title, notes=chain([_errors_of(records)], notes))
+    # Packed, padded, one by one; within each, in the order of the records.
+    variants = sorted(by_variant, key=lambda name: BATCHINGS.index(split_variant(name)[0]))
+    return Table.of(variants, columns, title, notes=chain([_errors_of(records)], notes))
 
 
 def gains_table(records: Sequence[Record]) -> Table:
@@ -216,21 +219,6 @@ def _measured_by_most(records: Sequence[Record]) -> Step:
     most = max(counts.values(), default=0)
     steps = [step for step, count in counts.items() if 4 * count >= 3 * most]
     return max(steps, default=_step_of(records[0]), key=lambda step: (not step[1], step[0]))
-
-
-def _name_columns(records: Sequence[Record]) -> list[Column]:
-    """How a variant batches, and its attention."""
-    by_variant = grouped(records, "variant")
-    return [
-        Column("batch", lambda v: split_variant(v)[0]),
-        Column("attention", lambda v: attention_title(split_variant(v)[1], took(by_variant[v]))),
-    ]
-
-
-def _variants(records: Sequence[Record]) -> list[str]:
-    """Packed, padded, one by one; within each, in the order of the records."""
-    found = dict.fromkeys(r.case["variant"] for r in records)
-    return sorted(found, key=lambda name: BATCHINGS.index(split_variant(name)[0]))
 
 
 def _errors_of(records: Sequence[Record]) -> str:

@@ -32,11 +32,11 @@ from transformers.optimization import get_cosine_schedule_with_warmup
 
 import flexvarlen as fv
 from flexvarlen.bench.suites import FrozenCase
+from flexvarlen.bench.suites.model.utilisation import taken_for
 from flexvarlen.bench.suites.training import convergence_tables, texts
-from flexvarlen.bench.suites.training.batches import Inputs, pack, pad, taken_for
 from flexvarlen.bench.suites.training.convergence_tables import PADDED, UNPATCHED
-from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
-from flexvarlen.bench.suites.training.texts import Document
+from flexvarlen.bench.suites.training.texts import Document, Inputs, pack, pad
+from flexvarlen.bench.suites.training.trainer import check_first_step, first_step_alone
 from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.measure.timing import synchronize
 from flexvarlen.report.records import Record

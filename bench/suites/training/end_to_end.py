@@ -36,20 +36,24 @@ from transformers import (
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import GeometryCase
-from flexvarlen.bench.suites.model.utilisation import utilised
+from flexvarlen.bench.suites.model.utilisation import taken_for, utilised
 from flexvarlen.bench.suites.training import end_to_end_tables, texts
-from flexvarlen.bench.suites.training.batches import (
+from flexvarlen.bench.suites.training.end_to_end_tables import KEPT, parts_of
+from flexvarlen.bench.suites.training.texts import (
     Collate,
+    Document,
     flatten,
     pack,
     pad,
     padded_batches,
-    taken_for,
 )
-from flexvarlen.bench.suites.training.end_to_end_tables import KEPT, parts_of
-from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
-from flexvarlen.bench.suites.training.texts import Document
-from flexvarlen.bench.suites.training.trainer import CheckedTrainer, Clock, fresh_accelerate
+from flexvarlen.bench.suites.training.trainer import (
+    CheckedTrainer,
+    Clock,
+    check_first_step,
+    first_step_alone,
+    fresh_accelerate,
+)
 from flexvarlen.measure import CompileStats, memory_meaning, summarize, watch_compilation
 from flexvarlen.report.records import Record
 from flexvarlen.report.table import Table

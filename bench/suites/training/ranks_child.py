@@ -24,8 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
+from flexvarlen.bench.suites.model.utilisation import taken_for
 from flexvarlen.bench.suites.training import texts
-from flexvarlen.bench.suites.training.batches import pack, taken_for
 from flexvarlen.bench.suites.training.ranks import (
     Measured,
     data_parallel,
@@ -45,6 +45,7 @@ from flexvarlen.bench.suites.training.scaling_ranks import (
 )
 from flexvarlen.bench.suites.training.sequence import measure_sequence
 from flexvarlen.bench.suites.training.shared_trainer import measure_trainer
+from flexvarlen.bench.suites.training.texts import pack
 from flexvarlen.runner.failures import status_of
 
 WAITS = timedelta(minutes=3)

@@ -17,12 +17,6 @@ from transformers import PreTrainedModel
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import log_normal_lengths
 from flexvarlen.bench.suites.training import texts
-from flexvarlen.bench.suites.training.batches import pack
-from flexvarlen.bench.suites.training.first_step import (
-    LOGIT_TOKENS,
-    check_first_step,
-    first_step_alone,
-)
 from flexvarlen.bench.suites.training.ranks import (
     Measured,
     data_parallel,
@@ -35,7 +29,12 @@ from flexvarlen.bench.suites.training.ranks import (
     timed,
 )
 from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase
-from flexvarlen.bench.suites.training.texts import Document
+from flexvarlen.bench.suites.training.texts import Document, pack
+from flexvarlen.bench.suites.training.trainer import (
+    LOGIT_TOKENS,
+    check_first_step,
+    first_step_alone,
+)
 from flexvarlen.measure import memory_meaning, peak_memory_mib, summarize
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.shard import Method, shard_batch

@@ -41,21 +41,18 @@ def measure_trainer(case: SharedTrainerCase, variant: str, device: torch.device)
         (peak,) = largest([torch.cuda.max_memory_allocated(device) / 2**20], device)
     if not all(map(torch.isfinite, torch.tensor(losses))):
         return "wrong", "a loss is not finite", {}
-    return (
-        "ok",
-        None,
-        {
-            "ms_step": slowest * 1e3,
-            "tokens_per_s": case.tokens / slowest,
-            "peak_mib": peak,
-            "peak_meaning": memory_meaning(device),
-            "documents": len(rows[WARMUP_STEPS]),
-            "longest_document": max(map(len, rows[WARMUP_STEPS])),
-            "first_loss": losses[0],
-            "last_loss": losses[-1],
-            "texts_crc32": texts.crc_of(rows),
-        },
-    )
+    measures = {
+        "ms_step": slowest * 1e3,
+        "tokens_per_s": case.tokens / slowest,
+        "peak_mib": peak,
+        "peak_meaning": memory_meaning(device),
+        "documents": len(rows[WARMUP_STEPS]),
+        "longest_document": max(map(len, rows[WARMUP_STEPS])),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "texts_crc32": texts.crc_of(rows),
+    }
+    return "ok", None, measures
 
 
 def new_trainer(
