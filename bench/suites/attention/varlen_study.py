@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from flexvarlen.bench.suites.attention import tables
 from flexvarlen.bench.suites.attention.engine import AttentionSuite
 from flexvarlen.bench.suites.attention.inputs import AttentionCase, Inputs, Prepare, serial
 from flexvarlen.bench.suites.attention.packed import (
@@ -20,12 +21,6 @@ from flexvarlen.bench.suites.attention.packed import (
     packed_calls,
     packed_variants,
     sdpa_of_one,
-)
-from flexvarlen.bench.suites.attention.tables import (
-    PASS,
-    field,
-    heads,
-    times_tables,
 )
 from flexvarlen.report.records import Record
 from flexvarlen.report.table import Column, Table
@@ -92,15 +87,15 @@ class VarlenStudy(AttentionSuite[StudyCase]):
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         several = [r for r in records if len(r.case["lengths"]) > 1]
         serial = [*(name + SERIAL for name in SHOWN), SDPA_SERIAL]
-        yield from _tables(records, [PASS, DOCUMENTS], "one call", SHOWN)
-        yield from _tables(several, [PASS, DOCUMENTS], "one call for each document", serial)
+        yield from _tables(records, [tables.PASS, DOCUMENTS], "one call", SHOWN)
+        yield from _tables(several, [tables.PASS, DOCUMENTS], "one call for each document", serial)
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
         own = [r for r in records if r.case["name"] in ON_PAGE and r.case["pass"] == "forward"]
         return _tables(own, [DOCUMENTS], "forward, one call", SHOWN[:4])
 
 
-DOCUMENTS = field("documents", "name")
+DOCUMENTS = tables.field("documents", "name")
 
 
 def _tables(
@@ -108,9 +103,9 @@ def _tables(
 ) -> Iterable[Table]:
     def title(case: Mapping[str, Any]) -> str:
         mask = "causal" if case["causal"] else "not causal"
-        return f"{heads(case)}, {case['dtype']}, {mask}: ms on the device, median; {calls}"
+        return f"{tables.heads(case)}, {case['dtype']}, {mask}: ms on the device, median; {calls}"
 
-    return times_tables(
+    return tables.times_tables(
         records,
         columns,
         title=title,

@@ -26,6 +26,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from flexvarlen.bench.suites.model import tables
 from flexvarlen.bench.suites.model.geometries import (
     LONGEST_SHARE,
     GeometryCase,
@@ -39,17 +40,6 @@ from flexvarlen.bench.suites.model.recurrences import (
     kernels_of,
     refusals,
     untraced,
-)
-from flexvarlen.bench.suites.model.tables import (
-    attention_title,
-    cell,
-    is_ok,
-    model_title,
-    number,
-    spread,
-    took,
-    where,
-    with_ratio,
 )
 from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.recurrent.fla_kernels import let_fla_run
@@ -267,42 +257,42 @@ def _table(records: Sequence[Record]) -> Table:
     case = records[0].case
 
     def rate(record: Record) -> str:
-        return with_ratio(record, "tokens_per_s", records, ",.0f") or NOTHING
+        return tables.with_ratio(record, "tokens_per_s", records, ",.0f") or NOTHING
 
     columns = [
         Column("variant", _name),
-        Column("ms (p20–p80)", lambda r: cell(r, spread(r), notes)),
+        Column("ms (p20–p80)", lambda r: tables.cell(r, tables.spread(r), notes)),
         Column("tokens per second", rate),
         Column("delta rule", lambda r: str(r.measures.get("delta_rule", NOTHING))),
         Column("convolution", lambda r: str(r.measures.get("convolution", NOTHING))),
     ]
     if case["kind"] == "padded":
-        columns.append(number("positions ÷ tokens", "positions_per_token", ".2f"))
+        columns.append(tables.number("positions ÷ tokens", "positions_per_token", ".2f"))
     if case["compiler"]:
         columns += [
-            number("graph breaks", "graph_breaks", ".0f"),
-            number("compile s", "compile_s", ".0f"),
+            tables.number("graph breaks", "graph_breaks", ".0f"),
+            tables.number("compile s", "compile_s", ".0f"),
         ]
     if case["other_packings"]:
         columns.append(Column("recompilations", _recompilations))
     columns += [
-        number("peak GiB", "peak_mib", ".1f", 1 / 1024),
-        number("error ÷ allowed", "error_over_allowed", ".2f"),
+        tables.number("peak GiB", "peak_mib", ".1f", 1 / 1024),
+        tables.number("error ÷ allowed", "error_over_allowed", ".2f"),
     ]
-    right_first = sorted(records, key=lambda r: not is_ok(r))
+    right_first = sorted(records, key=lambda r: not tables.is_ok(r))
     return Table.of(right_first, columns, _title(records), notes=notes)
 
 
 def _name(record: Record) -> str:
     batching, attention, fla_convolution = split_variant(record.case["variant"])
-    title = attention_title(attention, took([record]))
+    title = tables.attention_title(attention, tables.took([record]))
     title = title.replace("boundaries from both", "boundaries from cu_seq_lens and seq_idx")
     batch = {PADDED: "padded, ", SORTED: "padded, sorted by length, "}.get(batching, "")
     return f"{batch}{title}{', fla’s convolution' if fla_convolution else ''}"
 
 
 def _recompilations(record: Record) -> str:
-    if not is_ok(record):
+    if not tables.is_ok(record):
         return NOTHING
     m = record.measures
     return f"{m['recompilations']} in {m['other_packings']} packings"
@@ -323,8 +313,9 @@ def _title(records: Sequence[Record]) -> str:
     lengths = f"log-normal with mean {case['mean_doc']:,}" if case["mean_doc"] else case["source"]
     checkpointed = ", layers checkpointed" if case["checkpointing"] else ""
     return (
-        f"{model_title(records[0])}, {_HOW[case['kind']]} forward and backward{checkpointed}; "
-        f"{case['tokens']:,} tokens in {documents}, lengths {lengths}; {where(records)}"
+        f"{tables.model_title(records[0])}, {_HOW[case['kind']]} forward and "
+        f"backward{checkpointed}; {case['tokens']:,} tokens in {documents}, lengths "
+        f"{lengths}; {tables.where(records)}"
     )
 
 

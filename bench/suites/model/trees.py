@@ -15,15 +15,7 @@ from functools import partial
 from typing import ClassVar
 
 from flexvarlen.bench.suites.attention.tables import PACKAGES
-from flexvarlen.bench.suites.model.tables import (
-    cell,
-    model_title,
-    number,
-    spread,
-    took,
-    value,
-    where,
-)
+from flexvarlen.bench.suites.model import tables
 from flexvarlen.bench.suites.model.tree_cases import (
     REPEATED,
     SEGMENTS,
@@ -176,7 +168,7 @@ def _table(records: Sequence[Record]) -> Table:
     notes = Notes()
 
     def ms(title: str, name: str, digits: int) -> Column:
-        return Column(title, lambda r: cell(r, spread(r, digits, name), notes))
+        return Column(title, lambda r: tables.cell(r, tables.spread(r, digits, name), notes))
 
     times = [ms("ms (p20–p80)", "ms", 0)]
     if records[0].case["kind"] not in STEPS:
@@ -187,20 +179,20 @@ def _table(records: Sequence[Record]) -> Table:
         Column("trees", _shape),
         Column("variant", _variant),
         *times,
-        number("TFLOP", "tflop", ".2f"),
-        number("TFLOP/s", "tflops", ".0f"),
-        number("× ideal", "times_ideal", ".2f"),
-        number("samples per second", "samples_per_s", ",.1f"),
+        tables.number("TFLOP", "tflop", ".2f"),
+        tables.number("TFLOP/s", "tflops", ".0f"),
+        tables.number("× ideal", "times_ideal", ".2f"),
+        tables.number("samples per second", "samples_per_s", ",.1f"),
         Column("speedup", lambda r: _speedup(r, records)),
         _over_transformers(records),
         *_without_head(records),
-        number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
-        number("tokens of a row", "row_tokens", ",.0f"),
-        number("ms to find the trees", "prefixes_ms", ".0f"),
-        *([number("peak GiB", "peak_mib", ".1f", 1 / 1024)] if has_equal_rows else []),
-        number("error ÷ allowed", "error_over_allowed", ".2f"),
-        number("graph breaks", "graph_breaks", ".0f"),
-        number("recompilations", "recompilations", ".0f"),
+        tables.number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
+        tables.number("tokens of a row", "row_tokens", ",.0f"),
+        tables.number("ms to find the trees", "prefixes_ms", ".0f"),
+        *([tables.number("peak GiB", "peak_mib", ".1f", 1 / 1024)] if has_equal_rows else []),
+        tables.number("error ÷ allowed", "error_over_allowed", ".2f"),
+        tables.number("graph breaks", "graph_breaks", ".0f"),
+        tables.number("recompilations", "recompilations", ".0f"),
     ]
     return Table.of(records, columns, _title(records), notes=notes)
 
@@ -210,7 +202,7 @@ def _page_table(records: Sequence[Record]) -> Table:
     found = {(r.case["kind"], _levels(r), r.case["variant"]): r for r in records}
 
     def of(record: Record, kind: Kind, variant: str, name: str) -> float | None:
-        return value(found.get((kind, _levels(record), variant)), name)
+        return tables.value(found.get((kind, _levels(record), variant)), name)
 
     def gain(kind: Kind) -> Column:
         def cell(record: Record) -> str:
@@ -231,17 +223,19 @@ def _page_table(records: Sequence[Record]) -> Table:
     eager = [r for r in records if r.case["kind"] == "eager"]
     columns = [
         Column("trees", _shape),
-        number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
+        tables.number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
         gain("eager"),
         _over_transformers(eager),
-        number("ms to find the trees", "prefixes_ms", ".0f"),
+        tables.number("ms to find the trees", "prefixes_ms", ".0f"),
         *_without_head(eager),
         gain("compiled"),
         Column("peak GiB of one tree in a row, repeated → shared", peak),
         Column("time ÷ its segments as documents", to_segments),
     ]
     shared = [found[key] for key in found if key[0] == "eager" and key[2] == "auto"]
-    title = f"{model_title(records[0])}, forward and backward, `auto`; {where(records)}"
+    title = (
+        f"{tables.model_title(records[0])}, forward and backward, `auto`; {tables.where(records)}"
+    )
     return Table.of(shared, columns, title)
 
 
@@ -263,14 +257,14 @@ def _shape(record: Record) -> str:
 
 
 def _variant(record: Record) -> str:
-    taken = ", ".join(took([record])) or record.measures.get("forward_resolved", "")
+    taken = ", ".join(tables.took([record])) or record.measures.get("forward_resolved", "")
     return f"`{record.case['variant']}`" + (f" ({taken})" if taken else "")
 
 
 def _speedup(record: Record, records: Sequence[Record]) -> str:
     """Of a step over the same samples repeated."""
     repeated = _repeated(record, records)
-    return _ratio(value(record, "samples_per_s"), value(repeated, "samples_per_s"))
+    return _ratio(tables.value(record, "samples_per_s"), tables.value(repeated, "samples_per_s"))
 
 
 def _repeated(record: Record, records: Sequence[Record]) -> Record | None:
@@ -282,14 +276,14 @@ def _repeated(record: Record, records: Sequence[Record]) -> Record | None:
 def _over_transformers(records: Sequence[Record]) -> Column:
     """The speedup over transformers' own attention on the same samples repeated."""
     rates = {
-        _shape(r): value(r, "samples_per_s")
+        _shape(r): tables.value(r, "samples_per_s")
         for r in records
         if r.case["variant"].startswith(REPEATED + THEIRS)
     }
 
     def speedup(record: Record) -> str:
         theirs = rates.get(_shape(record)) if record.case["variant"] == "auto" else None
-        return _ratio(value(record, "samples_per_s"), theirs)
+        return _ratio(tables.value(record, "samples_per_s"), theirs)
 
     return Column("speedup over transformers", speedup)
 
@@ -298,13 +292,13 @@ def _without_head(records: Sequence[Record]) -> list[Column]:
     """The speedup of steps without their losses."""
 
     def base_ms(record: Record | None) -> float | None:
-        step, head = value(record, "ms_p50"), value(record, "head_ms")
+        step, head = tables.value(record, "ms_p50"), tables.value(record, "head_ms")
         return None if step is None or head is None else step - head
 
     def speedup(record: Record) -> str:
         return _ratio(base_ms(_repeated(record, records)), base_ms(record))
 
-    return [number("loss ms", "head_ms", ".0f"), Column("speedup without loss", speedup)]
+    return [tables.number("loss ms", "head_ms", ".0f"), Column("speedup without loss", speedup)]
 
 
 def _ratio(shared: float | None, repeated: float | None) -> str:
@@ -322,7 +316,7 @@ _WHAT = {
 def _title(records: Sequence[Record]) -> str:
     case = records[0].case
     heads, kv_heads, head_dim = case["heads"]
-    of = model_title(records[0])
+    of = tables.model_title(records[0])
     if case["kind"] not in STEPS:
         of = f"{heads} query and {kv_heads} KV heads of {head_dim}"
     ran = f"{ran_on(records[0].environment, ('transformers', *PACKAGES))}{commits_of(records)}"
