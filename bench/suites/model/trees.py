@@ -27,7 +27,7 @@ from flexvarlen.bench.suites.model.tree_cases import (
     TreeCase,
 )
 from flexvarlen.bench.suites.model.tree_runs import TreeSteps, measure_trees, split_variant
-from flexvarlen.report.records import Record, by_machine, commits_of, ran_on, records_alike
+from flexvarlen.report.records import Record, by_machine, commits_of, grouped, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Findings, Options, Suite
 from flexvarlen.verify.experiment.inputs import THEIRS
@@ -75,7 +75,8 @@ class Trees(Suite[TreeCase]):
         if case.kind in STEPS:
             names = ["auto", f"{SEGMENTS if case.form == 'chain' else REPEATED}auto"]
             if case.form in ("agents", "paths"):
-                names.append(REPEATED + _theirs(options))
+                fast = "flash_attention_3@cu_seq_lens" if options.on_gpu else "sdpa"
+                names.append(REPEATED + THEIRS + fast)
             return names
         kernel = _kernel(options)
         others = ("fa2", "varlen", "fa4", "flex", "flex_fa4") if options.on_gpu else ("reference",)
@@ -102,22 +103,13 @@ class Trees(Suite[TreeCase]):
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
         """Of each machine and model."""
-        found = []
-        for own in by_machine(records):
-            for geometry in dict.fromkeys(r.case["geometry"] for r in own):
-                found.append(_page_table([r for r in own if r.case["geometry"] == geometry]))
-        return [table for table in found if table.lines]
+        models = [g for own in by_machine(records) for g in grouped(own, "geometry").values()]
+        return [table for table in map(_page_table, models) if table.lines]
 
 
 def _kernel(options: Options) -> str:
     """The backend whose rate on the repeated samples is the ideal."""
     return "fa3" if options.on_gpu else "sdpa"
-
-
-def _theirs(options: Options) -> str:
-    """transformers' own attention, in its fast form."""
-    kernel = "flash_attention_3@cu_seq_lens" if options.on_gpu else "sdpa"
-    return THEIRS + kernel
 
 
 def _hybrids(options: Options) -> list[TreeCase]:
@@ -183,7 +175,7 @@ def _table(records: Sequence[Record]) -> Table:
         tables.number("TFLOP/s", "tflops", ".0f"),
         tables.number("× ideal", "times_ideal", ".2f"),
         tables.number("samples per second", "samples_per_s", ",.1f"),
-        Column("speedup", lambda r: _speedup(r, records)),
+        Column("speedup", lambda r: _ratio(_rate(r), _rate(_repeated(r, records)))),
         _over_transformers(records),
         *_without_head(records),
         tables.number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
@@ -261,10 +253,8 @@ def _variant(record: Record) -> str:
     return f"`{record.case['variant']}`" + (f" ({taken})" if taken else "")
 
 
-def _speedup(record: Record, records: Sequence[Record]) -> str:
-    """Of a step over the same samples repeated."""
-    repeated = _repeated(record, records)
-    return _ratio(tables.value(record, "samples_per_s"), tables.value(repeated, "samples_per_s"))
+def _rate(record: Record | None) -> float | None:
+    return tables.value(record, "samples_per_s")
 
 
 def _repeated(record: Record, records: Sequence[Record]) -> Record | None:
@@ -276,14 +266,12 @@ def _repeated(record: Record, records: Sequence[Record]) -> Record | None:
 def _over_transformers(records: Sequence[Record]) -> Column:
     """The speedup over transformers' own attention on the same samples repeated."""
     rates = {
-        _shape(r): tables.value(r, "samples_per_s")
-        for r in records
-        if r.case["variant"].startswith(REPEATED + THEIRS)
+        _shape(r): _rate(r) for r in records if r.case["variant"].startswith(REPEATED + THEIRS)
     }
 
     def speedup(record: Record) -> str:
         theirs = rates.get(_shape(record)) if record.case["variant"] == "auto" else None
-        return _ratio(tables.value(record, "samples_per_s"), theirs)
+        return _ratio(_rate(record), theirs)
 
     return Column("speedup over transformers", speedup)
 

@@ -39,7 +39,7 @@ from flexvarlen.bench.suites.training.texts import Document, Inputs, pack, pad
 from flexvarlen.bench.suites.training.trainer import check_first_step, first_step_alone
 from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.measure.timing import synchronize
-from flexvarlen.report.records import Record
+from flexvarlen.report.records import Record, records_alike
 from flexvarlen.report.table import Table
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
@@ -151,16 +151,15 @@ class Convergence(Suite[ConvergenceCase]):
         return measure_each(case.name, variants, train, options.device)
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        return map(convergence_tables.table, convergence_tables.groups_of(records))
+        return map(convergence_tables.table, records_alike(records, ("variant", "seed")))
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
         shown = ("run", "verdict", "seeds", "final loss", "difference")
         return [table.only(*shown) for table in self.tables(records)]
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        largest = max(convergence_tables.groups_of(records), key=len)
-        drawn = convergence_tables.draw(largest, folder)
-        return [] if drawn is None else [drawn]
+        largest = max(records_alike(records, ("variant", "seed")), key=len)
+        return convergence_tables.draw(largest, folder)
 
 
 class Training:

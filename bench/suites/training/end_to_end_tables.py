@@ -39,11 +39,6 @@ def _shown(record: Record, quote: str = "") -> str:
     return f"{batching}, {name}" + (", attention outputs saved" if kept else "")
 
 
-def _compiling(r: Record) -> str:
-    steps = r.measures["steps_compiling"]
-    return f"{steps} of {r.case['steps']}" if steps else "0"
-
-
 COLUMNS = (
     Column("batch, attention", partial(_shown, quote="`")),
     number("tokens/s", "tokens_per_s", ",.0f", outcome=True),
@@ -56,7 +51,10 @@ COLUMNS = (
         "graph breaks",
         lambda r: str(r.measures["graph_breaks"]) * (r.case["mode"] == "compiled"),
     ),
-    made("steps with recompilation", _compiling),
+    made(
+        "steps with recompilation",
+        lambda r: f"{n} of {r.case['steps']}" if (n := r.measures["steps_compiling"]) else "0",
+    ),
 )
 
 
@@ -83,11 +81,8 @@ def table(records: Sequence[Record]) -> Table:
         ]
         notes[0] += f" The first step's largest relative errors: {', '.join(errors)}."
     columns = [*COLUMNS, made("`auto` speedup over this variant", ratio)]
-    return Table.of(records, columns, _title(records), notes=notes)
-
-
-def _title(records: Sequence[Record]) -> str:
-    return f"{_what(records)}; {ran_on(records[0].environment)}{commits_of(records)}"
+    title = f"{_what(records)}; {ran_on(records[0].environment)}{commits_of(records)}"
+    return Table.of(records, columns, title, notes=notes)
 
 
 def _what(records: Sequence[Record]) -> str:

@@ -85,17 +85,15 @@ def new_trainer(
                 "activation_checkpointing": case.checkpointing,
             },
         }
-    make = _sft_trainer if variant == "sft" else _trainer
-    trainer = make(model, settings, rows)
+    if variant == "sft":
+        trainer = _sft_trainer(model, settings, rows)
+    else:
+        options = {"train_dataset": rows, "data_collator": fv.PackedCollator()}
+        trainer = Trainer(model, TrainingArguments(**settings), **options)
     if dist.get_world_size() > 1:
         return fv.patch_trainer(trainer, case.backend, context_parallel=case.ranks)
     fv.patch_model(model, case.backend)
     return trainer
-
-
-def _trainer(model: Any, settings: dict[str, Any], rows: list[list[Document]]) -> Trainer:
-    collator = fv.PackedCollator()
-    return Trainer(model, TrainingArguments(**settings), train_dataset=rows, data_collator=collator)
 
 
 def _sft_trainer(model: Any, settings: dict[str, Any], rows: list[list[Document]]) -> Trainer:

@@ -67,7 +67,13 @@ def check_variant(variant: Variant, checks: Checks, say: Callable[[str], None]) 
     leak = find_leak(variant, row, checks.seed)
     say(f"checking {variant.name}: other packings")
     more, why_other = _other_packings(variant, checks)
-    return measures | _leak_measures(leak) | more | _verdict(leak, why or why_other, row.unit)
+    measures |= more | {
+        "leaked_outputs": len(leak.outputs),
+        "leaked_gradients": None if leak.gradients is None else len(leak.gradients),
+        "leaked_documents": len(leak.documents),
+        "backward_repeats": leak.backward_repeats,
+    }
+    return measures | _verdict(leak, why or why_other, row.unit)
 
 
 def _fresh_cache(compile: bool) -> AbstractContextManager[Any]:
@@ -105,15 +111,6 @@ def _other_packings(variant: Variant, checks: Checks) -> tuple[dict[str, Any], s
     measures["repacked_logits_limit"] = limit_measures(last, errors)["logits_limit"]
     wrong = last.why_wrong(errors)
     return measures, None if wrong is None else f"on another packing of the tokens, {wrong}"
-
-
-def _leak_measures(leak: Leak) -> dict[str, Any]:
-    return {
-        "leaked_outputs": len(leak.outputs),
-        "leaked_gradients": None if leak.gradients is None else len(leak.gradients),
-        "leaked_documents": len(leak.documents),
-        "backward_repeats": leak.backward_repeats,
-    }
 
 
 def _verdict(leak: Leak, why_wrong: str | None, unit: str) -> dict[str, Any]:

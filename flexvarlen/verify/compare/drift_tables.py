@@ -111,7 +111,9 @@ def _table(records: Records) -> Table:
     else:
         title += " packed in a row"
     title = f"{title}; {ran_on(records[0].environment)}"
-    return Table.of(_lines(records), columns, title, _is_bad, marks)
+    return Table.of(
+        _lines(records), columns, title, lambda line: any(r.status in BAD for r in line), marks
+    )
 
 
 def _lines(records: Records) -> list[Records]:
@@ -119,10 +121,6 @@ def _lines(records: Records) -> list[Records]:
     if records[0].suite != "drift-op":
         return [[record] for record in records]
     return list(grouped_by(records, lambda r: (r.case["dtype"], r.case["variant"])).values())
-
-
-def _is_bad(line: Records) -> bool:
-    return any(record.status in BAD for record in line)
 
 
 def _status(line: Records, notes: Notes) -> str:
