@@ -20,11 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexvarlen.bench.suites.model import tables
-from flexvarlen.bench.suites.model.geometries import (
-    GEOMETRIES,
-    GeometryCase,
-    log_normal_lengths,
-)
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase, log_normal_lengths
 from flexvarlen.bench.suites.model.utilisation import attends, utilised
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance, records_alike

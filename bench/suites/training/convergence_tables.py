@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexvarlen.report.figure import LEGEND, chart, lines, save
-from flexvarlen.report.records import (
-    Record,
-    commit_of,
-    commits_of,
-    grouped,
-    provenance,
-    ran_on,
-)
+from flexvarlen.report.records import Record, commit_of, commits_of, grouped, provenance, ran_on
 from flexvarlen.report.table import NOTHING, Column, Table
 from flexvarlen.verify.experiment.seed_noise import (
     BEYOND,

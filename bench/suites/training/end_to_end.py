@@ -27,12 +27,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PrinterCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import GeometryCase

@@ -60,12 +60,7 @@ from flexvarlen.reference.recurrences import plain_recurrences
 from flexvarlen.report.records import Record
 from flexvarlen.report.table import Table
 from flexvarlen.runner.suite import Findings, Options, Suite, require_known
-from flexvarlen.verify.experiment.alone import (
-    Errors,
-    both_relative,
-    over_allowed,
-    why_one_is_wrong,
-)
+from flexvarlen.verify.experiment.alone import Errors, both_relative, over_allowed, why_one_is_wrong
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
 from flexvarlen.verify.experiment.step import checkpoint_layers, free
 from flexvarlen.verify.experiment.variant import own_backend, set_transformers

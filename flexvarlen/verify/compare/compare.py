@@ -27,12 +27,7 @@ from flexvarlen.reference.model import (
 from flexvarlen.report.records import Record
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Finding, Options
-from flexvarlen.verify.compare.accuracy import (
-    describe,
-    error_measures,
-    is_whole,
-    reference_of,
-)
+from flexvarlen.verify.compare.accuracy import describe, error_measures, is_whole, reference_of
 from flexvarlen.verify.compare.check import Checks, check_variant
 from flexvarlen.verify.compare.report import BASELINE, SUITE, Report
 from flexvarlen.verify.corpus import row_of
