@@ -214,7 +214,7 @@ def test_steps_that_compile_are_not_timed():
 
 
 def test_a_trainer_whose_documents_see_each_other_is_wrong(monkeypatch, tmp_path):
-    flatten = end_to_end.flatten
+    flatten = texts.flatten
 
     def without_positions(*, flash):
         def collate(documents):
@@ -224,7 +224,7 @@ def test_a_trainer_whose_documents_see_each_other_is_wrong(monkeypatch, tmp_path
 
         return collate
 
-    monkeypatch.setattr(end_to_end, "flatten", without_positions)
+    monkeypatch.setattr(texts, "flatten", without_positions)
     (record,) = measured(end_to_end.SUITE, tmp_path, "packed:transformers:sdpa", cases=EAGER)
     assert record.status == "wrong"
     assert "tokens_per_s" not in record.measures

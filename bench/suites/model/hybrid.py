@@ -26,7 +26,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from flexvarlen.bench.suites.model import tables
+from flexvarlen.bench.suites.model import recurrences, tables
 from flexvarlen.bench.suites.model.geometries import (
     LONGEST_SHARE,
     GeometryCase,
@@ -35,12 +35,6 @@ from flexvarlen.bench.suites.model.geometries import (
     text_lengths,
 )
 from flexvarlen.bench.suites.model.packings import rows_of
-from flexvarlen.bench.suites.model.recurrences import (
-    convolution_of_fla,
-    kernels_of,
-    refusals,
-    untraced,
-)
 from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.recurrent.fla_kernels import let_fla_run
 from flexvarlen.reference.recurrences import CONVOLUTION, DELTA_RULE, Replacements, replaced
@@ -218,18 +212,20 @@ class HybridSteps(Experiment):
         batching, attention, fla_convolution = split_variant(name)
         let_fla_run()  # transformers' layers too, where fla refuses its own backward
         variant, compiler = self.variant(attention), self.case.compiler
-        functions: Replacements = {DELTA_RULE: untraced} if variant.theirs else {}
+        functions: Replacements = {DELTA_RULE: recurrences.untraced} if variant.theirs else {}
         if fla_convolution:
-            convolve = convolution_of_fla(self.base)
+            convolve = recurrences.convolution_of_fla(self.base)
             functions[CONVOLUTION] = lambda _: convolve
         took = attends(variant, self.row, packed=batching == "packed", compiled=bool(compiler))
         if self.case.kind == "compiled":
             variant.compile_layers(compiler)
         elif compiler:
             variant = variant.compiled(compiler, fullgraph=False)
-        with refusals():
+        with recurrences.refusals():
             checked = self.checked(variant, batching, partial(self.step_with, functions))
-        kernels = kernels_of(self.base, theirs=variant.theirs, fla_convolution=fla_convolution)
+        kernels = recurrences.kernels_of(
+            self.base, theirs=variant.theirs, fla_convolution=fla_convolution
+        )
         ratio = checked.measures["positions"] / self.case.tokens
         checked.measures |= {"attends": took, **kernels, "positions_per_token": ratio}
         checked.conclude = lambda ms: {"tokens_per_s": self.case.tokens / (ms / 1e3)}

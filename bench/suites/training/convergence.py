@@ -35,7 +35,6 @@ from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.bench.suites.model.utilisation import taken_for
 from flexvarlen.bench.suites.training import convergence_tables, texts
 from flexvarlen.bench.suites.training.convergence_tables import PADDED, UNPATCHED
-from flexvarlen.bench.suites.training.texts import Document, Inputs, pack, pad
 from flexvarlen.bench.suites.training.trainer import check_first_step, first_step_alone
 from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.measure.timing import synchronize
@@ -102,7 +101,7 @@ class ConvergenceCase(FrozenCase):
         dtype: torch.dtype = getattr(torch, self.dtype)
         return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
-    def rows(self) -> list[list[Document]]:
+    def rows(self) -> list[list[texts.Document]]:
         """The documents of each step: all rows in random order before any comes again."""
         rows = _rows(self.vocabulary, self.longest, self.tokens)
         rng = random.Random(self.seed)
@@ -113,7 +112,7 @@ class ConvergenceCase(FrozenCase):
 
 
 @cache
-def _rows(vocabulary: int, longest: int, tokens: int) -> list[list[Document]]:
+def _rows(vocabulary: int, longest: int, tokens: int) -> list[list[texts.Document]]:
     every = texts.topics() + texts.docstrings()
     found = texts.document_ids(every, vocabulary, longest=longest, fewest=FEWEST_TOKENS)
     return texts.packed_rows(found, tokens)
@@ -173,14 +172,14 @@ class Training:
         self,
         case: ConvergenceCase,
         variant: str,
-        rows: Sequence[Sequence[Document]],
+        rows: Sequence[Sequence[texts.Document]],
         device: torch.device,
     ) -> None:
         self.case, self.variant, self.rows, self.device = case, variant, rows, device
         self.model = case.new_model(device)
         if variant not in (PADDED, UNPATCHED):
             fv.patch_model(self.model, variant)
-        self.collate = pad if variant == PADDED else pack(case.tokens, rows)
+        self.collate = texts.pad if variant == PADDED else texts.pack(case.tokens, rows)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             case.learning_rate,
@@ -194,7 +193,7 @@ class Training:
         self.batches = [self.batch(row) for row in rows]
         self.losses: list[Tensor] = []
 
-    def batch(self, documents: Sequence[Document]) -> Inputs:
+    def batch(self, documents: Sequence[texts.Document]) -> texts.Inputs:
         """Keyword arguments of a forward, on the host."""
         batch = self.collate(documents)
         if self.variant == UNPATCHED:

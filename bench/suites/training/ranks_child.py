@@ -25,15 +25,7 @@ from transformers import PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.utilisation import taken_for
-from flexvarlen.bench.suites.training import texts
-from flexvarlen.bench.suites.training.ranks import (
-    Measured,
-    data_parallel,
-    new_optimizer,
-    patched_model,
-    rows_of,
-    timed,
-)
+from flexvarlen.bench.suites.training import ranks, texts
 from flexvarlen.bench.suites.training.row_attention import measure_attention
 from flexvarlen.bench.suites.training.scaling_ranks import (
     CASES,
@@ -79,7 +71,7 @@ def join(kind: str) -> torch.device:
     return device
 
 
-def measured(variant: str, case: RanksCase, device: torch.device) -> Measured:
+def measured(variant: str, case: RanksCase, device: torch.device) -> ranks.Measured:
     """What one variant gave."""
     if isinstance(case, AttentionCase):
         return measure_attention(case, variant, device)
@@ -94,14 +86,14 @@ def measured(variant: str, case: RanksCase, device: torch.device) -> Measured:
 # --- a packed row for each rank ------------------------------------------------------------------
 
 
-def measure_training(case: TrainingCase, variant: str, device: torch.device) -> Measured:
+def measure_training(case: TrainingCase, variant: str, device: torch.device) -> ranks.Measured:
     """A few warm-up steps, and one pass over the rows."""
-    rows = rows_of(case, case.timed_rows)
+    rows = ranks.rows_of(case, case.timed_rows)
     lengths = [[len(document) for document in row] for row in rows]
     steps = order_of(case, lengths)
-    model = patched_model(case, device)
-    wrapped = data_parallel(model, device) if variant == "ddp" else sharded(model, device)
-    optimizer = new_optimizer(wrapped, device)
+    model = ranks.patched_model(case, device)
+    wrapped = ranks.data_parallel(model, device) if variant == "ddp" else sharded(model, device)
+    optimizer = ranks.new_optimizer(wrapped, device)
     collate, rank = pack(case.tokens, rows), dist.get_rank()
     losses: list[Tensor] = []
 
@@ -120,7 +112,7 @@ def measure_training(case: TrainingCase, variant: str, device: torch.device) -> 
         for of_ranks in steps:
             step(of_ranks)
 
-    found = timed([every_step], losses, device)
+    found = ranks.timed([every_step], losses, device)
     if not found.finite:
         return "wrong", "a loss is not finite", {}
     (seconds,), first_row = found.seconds, collate(rows[0])
