@@ -26,14 +26,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from flexvarlen.bench.suites.model import recurrences, tables
-from flexvarlen.bench.suites.model.geometries import (
-    LONGEST_SHARE,
-    GeometryCase,
-    drawn_lengths,
-    source_of,
-    text_lengths,
-)
+from flexvarlen.bench.suites.model import geometries, recurrences, tables
 from flexvarlen.bench.suites.model.packings import rows_of
 from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.recurrent.fla_kernels import let_fla_run
@@ -83,7 +76,7 @@ SLOW_S = 6.0
 
 
 @dataclass(frozen=True)
-class HybridCase(GeometryCase):
+class HybridCase(geometries.GeometryCase):
     """One hybrid model on one set of documents.
 
     Attributes:
@@ -114,8 +107,8 @@ class HybridCase(GeometryCase):
     def lengths(self, index: int, files: Sequence[Path] | None) -> list[int]:
         """Tokens of each document of one packing; their sum is `tokens`."""
         if self.mean_doc is None:
-            return text_lengths(self.tokens, self.seed + index, files, self.longest_doc)
-        return drawn_lengths(self.tokens, "log-normal", self.mean_doc, self.seed + index)
+            return geometries.text_lengths(self.tokens, self.seed + index, files, self.longest_doc)
+        return geometries.drawn_lengths(self.tokens, "log-normal", self.mean_doc, self.seed + index)
 
 
 def split_variant(variant: str) -> tuple[str, str, bool]:
@@ -179,9 +172,9 @@ def _case(kind: Kind, options: Options) -> HybridCase:
         geometry="qwen3.5-tiny" if small else "qwen3.5-2b",
         layers=2 if small else LAYERS[kind],
         tokens=tokens,
-        source=source_of(options.text) if texts else "",
+        source=geometries.source_of(options.text) if texts else "",
         mean_doc=None if texts else tokens // (4 if small else 16),
-        longest_doc=tokens // LONGEST_SHARE if texts else None,
+        longest_doc=tokens // geometries.LONGEST_SHARE if texts else None,
         other_packings=0 if kind != "packings" else 2 if small else OTHER_PACKINGS,
         checkpointing=not compiled,
         dtype=options.dtype,

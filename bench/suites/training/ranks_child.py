@@ -25,16 +25,8 @@ from transformers import PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.utilisation import taken_for
-from flexvarlen.bench.suites.training import ranks, texts
+from flexvarlen.bench.suites.training import ranks, scaling_ranks, texts
 from flexvarlen.bench.suites.training.row_attention import measure_attention
-from flexvarlen.bench.suites.training.scaling_ranks import (
-    CASES,
-    AttentionCase,
-    RanksCase,
-    SequenceCase,
-    SharedTrainerCase,
-    TrainingCase,
-)
 from flexvarlen.bench.suites.training.sequence import measure_sequence
 from flexvarlen.bench.suites.training.shared_trainer import measure_trainer
 from flexvarlen.bench.suites.training.texts import pack
@@ -46,7 +38,7 @@ WAITS = timedelta(minutes=3)
 def main(task: Mapping[str, Any], out: Path) -> None:
     """Measure a task on all ranks."""
     device = join(task["device"])
-    case = CASES[task["variant"]](**task["case"])
+    case = scaling_ranks.CASES[task["variant"]](**task["case"])
     try:
         status, reason, measures = measured(task["variant"], case, device)
     except Exception as error:
@@ -71,22 +63,24 @@ def join(kind: str) -> torch.device:
     return device
 
 
-def measured(variant: str, case: RanksCase, device: torch.device) -> ranks.Measured:
+def measured(variant: str, case: scaling_ranks.RanksCase, device: torch.device) -> ranks.Measured:
     """What one variant gave."""
-    if isinstance(case, AttentionCase):
+    if isinstance(case, scaling_ranks.AttentionCase):
         return measure_attention(case, variant, device)
-    if isinstance(case, SequenceCase):
+    if isinstance(case, scaling_ranks.SequenceCase):
         return measure_sequence(case, variant, device)
-    if isinstance(case, SharedTrainerCase):
+    if isinstance(case, scaling_ranks.SharedTrainerCase):
         return measure_trainer(case, variant, device)
-    assert isinstance(case, TrainingCase)
+    assert isinstance(case, scaling_ranks.TrainingCase)
     return measure_training(case, variant, device)
 
 
 # --- a packed row for each rank ------------------------------------------------------------------
 
 
-def measure_training(case: TrainingCase, variant: str, device: torch.device) -> ranks.Measured:
+def measure_training(
+    case: scaling_ranks.TrainingCase, variant: str, device: torch.device
+) -> ranks.Measured:
     """A few warm-up steps, and one pass over the rows."""
     rows = ranks.rows_of(case, case.timed_rows)
     lengths = [[len(document) for document in row] for row in rows]
@@ -138,7 +132,7 @@ def imbalance(lengths: Sequence[Sequence[int]], steps: Sequence[Sequence[int]]) 
     return float(work.max(1).sum() / work.mean(1).sum())
 
 
-def order_of(case: TrainingCase, lengths: Sequence[Sequence[int]]) -> list[list[int]]:
+def order_of(case: scaling_ranks.TrainingCase, lengths: Sequence[Sequence[int]]) -> list[list[int]]:
     """The row of each rank, step by step; each row once."""
     if case.order == "balanced":
         sampler = fv.BalancedSampler(
