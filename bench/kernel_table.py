@@ -13,8 +13,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import exp, log
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -200,7 +200,7 @@ def _replayed(
 
 def mean_ratio(found: Sequence[Replayed]) -> float:
     """The geometric mean."""
-    return exp(sum(log(one.ratio) for one in found) / len(found))
+    return geometric_mean(one.ratio for one in found)
 
 
 def sentences(cases: Sequence[Case]) -> list[str]:

@@ -80,11 +80,7 @@ _TOWER = {
     "num_attention_heads": 2,
     "patch_size": 4,
 }
-_BERT = {
-    "num_key_value_heads": 6,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+_BERT = {"num_key_value_heads": 6, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _LINEAR_THEN_FULL = {
     "layer_types": ["linear_attention", "full_attention"],
     # What is read from the state is normed: 1e-6 would magnify the rounding error of small values.
@@ -134,11 +130,7 @@ TINY: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_HEAD_16, **_ALTERNATING, "query_pre_attn_scalar": 16},
     "gemma3": {
         "text_config": {**_HEAD_16, **_ALTERNATING, "query_pre_attn_scalar": 16},
-        "vision_config": {
-            **_TOWER,
-            "model_type": "siglip_vision_model",
-            "image_size": 8,
-        },
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 8},
         "mm_tokens_per_image": 4,
         "image_token_index": 90,
     },
@@ -214,11 +206,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**_HEAD_16, **_MAMBA, "mamba_d_ssm": 96},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {
-        **_EXPERTS,
-        "layer_types": ["conv", "full_attention"],
-        "num_dense_layers": 1,
-    },
+    "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 12, "state_size": 16, "n_groups": 2, "chunk_size": 16},
     "bert": _BERT,
     "roberta": {**_BERT, "pad_token_id": 1, "bos_token_id": 0},

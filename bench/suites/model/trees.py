@@ -41,12 +41,13 @@ SHAPES: tuple[Shape, ...] = (
     ((1, 2048), (4, 512), (4, 256)),
 )
 QUICK_SHAPES: tuple[Shape, ...] = (((1, 24), (4, 8)), ((1, 16), (2, 8), (2, 8)))
-AGENTS: Shape = ((1, 3000), (12, 375))
-QUICK_AGENTS: Shape = ((1, 24), (4, 15))
-PATHS: Shape = ((1, 1500), (2, 500), (2, 500), (4, 500))
-QUICK_PATHS: Shape = ((1, 16), (2, 8), (2, 8), (2, 8))
-CHAIN: Shape = ((1, 800), (1, 600))
-QUICK_CHAIN: Shape = ((1, 8), (1, 6))
+AGENTS: tuple[Shape, Shape] = ((1, 3000), (12, 375)), ((1, 24), (4, 15))
+PATHS: tuple[Shape, Shape] = (
+    ((1, 1500), (2, 500), (2, 500), (4, 500)),
+    ((1, 16), (2, 8), (2, 8), (2, 8)),
+)
+CHAIN: tuple[Shape, Shape] = ((1, 800), (1, 600)), ((1, 8), (1, 6))
+"""Shapes of the other forms, and quick ones."""
 GROUPS: dict[Form, int] = {"agents": 8, "chain": 12}
 QUICK_GROUPS: dict[Form, int] = {"agents": 2, "chain": 4}
 DENSE, HYBRID = "qwen3-1.7b", "qwen3.5-2b"
@@ -62,13 +63,18 @@ class Trees(Suite[TreeCase]):
     name: ClassVar[str] = "trees"
 
     def cases(self, options: Options) -> Sequence[TreeCase]:
-        shapes = QUICK_SHAPES if options.is_small else SHAPES
+        small = options.is_small
+        shapes, few = (QUICK_SHAPES, QUICK_SHAPES[:1]) if small else (SHAPES, SHAPES[:2])
+        dense, hybrid = (partial(_case, options=options, geometry=x) for x in (DENSE, HYBRID))
         return [
-            *(_case("attention", levels, options) for levels in shapes),
-            *(_case(kind, levels, options) for kind in STEPS for levels in shapes),
-            _case("eager", QUICK_AGENTS if options.is_small else AGENTS, options, form="agents"),
-            _case("eager", QUICK_PATHS if options.is_small else PATHS, options, form="paths"),
-            *_hybrids(options),
+            *(dense("attention", levels) for levels in shapes),
+            *(dense(kind, levels) for kind in STEPS for levels in shapes),
+            dense("eager", AGENTS[small], form="agents"),
+            dense("eager", PATHS[small], form="paths"),
+            *(hybrid("eager", levels) for levels in few),
+            *(hybrid("compiled", levels) for levels in few),
+            *(hybrid("eager", levels, form="ragged") for levels in few),
+            hybrid("eager", CHAIN[small], form="chain"),
         ]
 
     def variants(self, case: TreeCase, options: Options) -> Sequence[str]:
@@ -112,25 +118,8 @@ def _kernel(options: Options) -> str:
     return "fa3" if options.on_gpu else "sdpa"
 
 
-def _hybrids(options: Options) -> list[TreeCase]:
-    """Steps of a model with recurrent layers."""
-    shapes = QUICK_SHAPES[:1] if options.is_small else SHAPES[:2]
-    step = partial(_case, options=options, geometry=HYBRID)
-    return [
-        *(step("eager", levels) for levels in shapes),
-        *(step("compiled", levels) for levels in shapes),
-        *(step("eager", levels, form="ragged") for levels in shapes),
-        step("eager", QUICK_CHAIN if options.is_small else CHAIN, form="chain"),
-    ]
-
-
 def _case(
-    kind: Kind,
-    levels: Shape,
-    options: Options,
-    *,
-    geometry: str = DENSE,
-    form: Form = "equal",
+    kind: Kind, levels: Shape, options: Options, *, geometry: str, form: Form = "equal"
 ) -> TreeCase:
     small, compiled = options.is_small, kind == "compiled"
     tokens = QUICK_TOKENS if small else ROW_TOKENS

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,13 @@ def join(kind: str) -> torch.device:
 
 def measured(variant: str, case: scaling_ranks.RanksCase, device: torch.device) -> ranks.Measured:
     """What one variant gave."""
-    if isinstance(case, scaling_ranks.AttentionCase):
-        return measure_attention(case, variant, device)
-    if isinstance(case, scaling_ranks.SequenceCase):
-        return measure_sequence(case, variant, device)
-    if isinstance(case, scaling_ranks.SharedTrainerCase):
-        return measure_trainer(case, variant, device)
-    assert isinstance(case, scaling_ranks.TrainingCase)
-    return measure_training(case, variant, device)
+    measure: dict[type, Callable[..., ranks.Measured]] = {
+        scaling_ranks.AttentionCase: measure_attention,
+        scaling_ranks.SequenceCase: measure_sequence,
+        scaling_ranks.SharedTrainerCase: measure_trainer,
+        scaling_ranks.TrainingCase: measure_training,
+    }
+    return measure[type(case)](case, variant, device)
 
 
 # --- a packed row for each rank ------------------------------------------------------------------
