@@ -114,23 +114,23 @@ def _is_ours(record: Record) -> bool:
     return is_ours(record.case["variant"])
 
 
-def _implementation(record: Record) -> tuple[str, str]:
-    """The library, and which attention of transformers."""
-    library, _, name = record.case["variant"].partition(":")
-    theirs = {"eager": " `eager`, `sdpa`", "sdpa": " `eager`, `sdpa`", "flash_attention_2": " FA2"}
-    return library, theirs.get(name, f" `{name}`") if library == "transformers" else ""
+def _theirs(record: Record) -> str:
+    """Which attention of transformers."""
+    name = record.case["variant"].partition(":")[2]
+    both = "`eager`, `sdpa`"
+    return {"eager": both, "sdpa": both, "flash_attention_2": "FA2"}.get(name, f"`{name}`")
 
 
 def _front_column(record: Record) -> str:
-    library, name = _implementation(record)
-    theirs = "hybrid models" if _is_hybrid(record) else f"dense models,{name}"
-    return library if _is_ours(record) else theirs
+    if _is_ours(record):
+        return "flexvarlen"
+    return "hybrid models" if _is_hybrid(record) else f"dense models, {_theirs(record)}"
 
 
 def _page_column(record: Record) -> str:
-    library, name = _implementation(record)
-    version = "" if _is_ours(record) else f" {_version(record)}"
-    return f"{'hybrid' if _is_hybrid(record) else 'attention'}: {library}{version}{name}"
+    library = f"transformers {_version(record)} {_theirs(record)}"
+    library = "flexvarlen" if _is_ours(record) else library
+    return f"{'hybrid' if _is_hybrid(record) else 'attention'}: {library}"
 
 
 def _table(columns: Mapping[str, Sequence[Record]]) -> Table:
