@@ -152,8 +152,7 @@ class EndToEnd(Suite[TrainerCase]):
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         groups = end_to_end_tables.groups_of(records)
-        drawn = [end_to_end_tables.draw(group, folder) for group in groups]
-        return [path for path in drawn if path is not None]
+        return [path for group in groups for path in end_to_end_tables.draw(group, folder)]
 
 
 class _TrainerCase:

@@ -96,12 +96,12 @@ def _what(records: Sequence[Record]) -> str:
     )
 
 
-def draw(records: Sequence[Record], folder: Path) -> Path | None:
+def draw(records: Sequence[Record], folder: Path) -> list[Path]:
     """Tokens a second of one group: flexvarlen's auto beside transformers' own."""
     found = [r for r in records if r.status == "ok" and not r.case["variant"].endswith(KEPT)]
     speed = {r.case["variant"]: r.measures["tokens_per_s"] for r in found}
     if OURS not in speed or len(speed) < 2:
-        return None
+        return []
     case = found[0].case
     missing = [r for r in records if r.status != "ok"]
     left_out = "".join(f" {_shown(r)}: {r.status}." for r in missing)
@@ -118,7 +118,7 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
         colors=[style_of(parts_of(r.case["variant"])[1]).color for r in found],
         texts=[f"{value:,.0f}" for value in speed.values()],
     )
-    return save(figure, folder / f"end-to-end-{case['mode']}.png")
+    return [save(figure, folder / f"end-to-end-{case['mode']}.png")]
 
 
 def _finding(speed: dict[str, float], mode: str) -> str:
