@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from itertools import product
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -167,13 +168,10 @@ class Replayed:
 
 def replay(cases: Sequence[Case], installed: Sequence[str]) -> list[Replayed]:
     """Choose for each case from the others: forward and training, eager and compiled."""
-    found = []
-    for case in cases:
-        others = [other for other in cases if other is not case]
-        for needs_grad in (False, True):
-            for compiled in (False, True):
-                found.append(_replayed(case, others, installed, needs_grad, compiled))
-    return found
+    return [
+        _replayed(case, [x for x in cases if x is not case], installed, needs_grad, compiled)
+        for case, needs_grad, compiled in product(cases, (False, True), (False, True))
+    ]
 
 
 def _replayed(
@@ -202,7 +200,7 @@ def _replayed(
 
 def mean_ratio(found: Sequence[Replayed]) -> float:
     """The geometric mean."""
-    return exp(sum(log(one.ratio) for one in found) / len(found))
+    return geometric_mean(one.ratio for one in found)
 
 
 def sentences(cases: Sequence[Case]) -> list[str]:

@@ -30,8 +30,8 @@ model is of which kind: [families](families.md); which kernel runs where: [backe
 """
 
 
-def table(columns: Mapping[str, Column], reasons: list[str]) -> str:
-    """Kinds of models by what is asked for; reasons that are new are added to the list."""
+def table(columns: Mapping[str, Column], reasons: dict[str, int]) -> str:
+    """Kinds of models by what is asked for; reasons that are new are numbered."""
     rows = []
     for kind in KINDS:
         cells = [f"**{kind}**"]
@@ -40,20 +40,17 @@ def table(columns: Mapping[str, Column], reasons: list[str]) -> str:
             if test is not None:
                 file, _, name = test.partition("::")
                 cells.append(f'[yes](../tests/{file} "{name}")')
-                continue
-            if why is None:
+            elif why is None:
                 cells.append("–")
-                continue
-            if why not in reasons:
-                reasons.append(why)
-            cells.append(f"[no: {reasons.index(why) + 1}](#why-not)")
+            else:
+                cells.append(f"[no: {reasons.setdefault(why, len(reasons) + 1)}](#why-not)")
         rows.append(cells)
     return markdown(["", *columns], rows)
 
 
 def made() -> str:
     """The page."""
-    reasons: list[str] = []
+    reasons: dict[str, int] = {}
     tables = [table(FEATURES, reasons), table(TRAINERS, reasons)]
     meanings = [f"- **{name}**: {means}." for name, means in {**MEANING, **ASKED}.items()]
     parts = [
@@ -63,7 +60,7 @@ def made() -> str:
         "\n## Trainers\n",
         tables[1],
         "\n## Why not\n",
-        *(f"{number}. {why}" for number, why in enumerate(reasons, 1)),
+        *(f"{number}. {why}" for why, number in reasons.items()),
         "\n## What the names mean\n",
         *meanings,
     ]

@@ -24,9 +24,8 @@ def main(folder: Path = IMAGES) -> None:
     assert plan.cut_documents == (CUT,)
     pieces = sorted(piece for own in plan.pieces for piece in own)
     cut = [piece for piece in pieces if piece.document == CUT]
-    names = {
-        piece: f"D{cut.index(piece) + 1}" if piece in cut else _name(piece) for piece in pieces
-    }
+    names = {piece: chr(ord("A") + piece.document) for piece in pieces}
+    names |= {piece: f"D{number}" for number, piece in enumerate(cut, 1)}
     figure, (axes,) = chart(
         "Seven documents stay whole; only keys of the split one are sent",
         "A row of 8 documents, A to H, on 4 GPUs of 4,096 tokens. Hatched: keys of D from other "
@@ -49,10 +48,6 @@ def main(folder: Path = IMAGES) -> None:
     axes.tick_params(left=False)
     axes.spines["left"].set_visible(False)
     save(figure, folder / "several-gpus.png")
-
-
-def _name(piece: Any) -> str:
-    return chr(ord("A") + piece.document)
 
 
 def _draw(

@@ -67,8 +67,8 @@ def compare(
     with one_line_errors(compare):
         from flexvarlen.report.records import append_records, require_file
         from flexvarlen.verify import compare as comparison
-        from flexvarlen.verify.compare.named_models import NamedModels
         from flexvarlen.verify.experiment.variant import variant_names
+        from flexvarlen.verify.models import NamedModels
 
         quiet_transformers()
         where = device_of(device)

@@ -146,9 +146,9 @@ def model_command(
     by more than the acceptance rule allows; or a measure above a limit of yours.
     """
     with one_line_errors(model_command):
-        from flexvarlen.verify.compare.named_models import NamedModels
         from flexvarlen.verify.compare.pairs import ModelDrift, cases_of
         from flexvarlen.verify.corpus import DEFAULT_TOKENS
+        from flexvarlen.verify.models import NamedModels
 
         where = device_of(device)
         named = NamedModels(model or [CPU_MODELS[1]], text or [], where)
@@ -213,8 +213,7 @@ def _run(
     from flexvarlen.report.records import require_file
     from flexvarlen.runner.run import RunRequest, records_of_run, run_suite
     from flexvarlen.runner.suite import DeviceLost
-    from flexvarlen.verify.compare.drift_report import DriftReport
-    from flexvarlen.verify.compare.thresholds import Threshold
+    from flexvarlen.verify.compare.drift_report import DriftReport, Threshold
 
     limits = list(map(Threshold.of, fail_above or []))
     lost, run = None, RunRequest(out / "records.jsonl", again=again, commit=commit)

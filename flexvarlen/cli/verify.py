@@ -73,7 +73,7 @@ def verify(
     """
     with one_line_errors(verify):
         from flexvarlen.attention.backends.registry import get_backend, our_name
-        from flexvarlen.verify.experiment.marks import THEIRS
+        from flexvarlen.verify.experiment.inputs import THEIRS
         from flexvarlen.verify.isolation.command import (
             Answer,
             ask,

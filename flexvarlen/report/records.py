@@ -6,17 +6,19 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from flexvarlen.measure import environment
 
+T = TypeVar("T")
+K = TypeVar("K")
 Status = Literal["ok", "oom", "unsupported", "wrong", "failed", "skipped"]
 
 
@@ -111,13 +113,13 @@ def records_alike(
     records: Iterable[Record], differ: Collection[str], *, of_one_run: bool = False
 ) -> list[list[Record]]:
     """Records of one GPU, or of one run, whose cases differ in these fields only."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        shared = {name: value for name, value in record.case.items() if name not in differ}
+
+    def shared(record: Record) -> str:
+        case = {name: value for name, value in record.case.items() if name not in differ}
         run = record.environment.get("started_utc") if of_one_run else None
-        where = record.environment.get("gpu"), run
-        groups.setdefault(repr((sorted(shared.items()), where)), []).append(record)
-    return list(groups.values())
+        return repr((sorted(case.items()), record.environment.get("gpu"), run))
+
+    return list(grouped_by(records, shared).values())
 
 
 def latest_run(records: Sequence[Record]) -> list[Record]:
@@ -128,18 +130,20 @@ def latest_run(records: Sequence[Record]) -> list[Record]:
 
 def grouped(records: Iterable[Record], field: str) -> dict[str, list[Record]]:
     """The records by one field of their cases."""
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        found.setdefault(record.case[field], []).append(record)
+    return grouped_by(records, lambda record: str(record.case[field]))
+
+
+def grouped_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by what `key` gives of each, in the order in which they come."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
     return found
 
 
 def by_machine(records: Iterable[Record]) -> list[list[Record]]:
     """The records of each GPU, or of the CPU."""
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        found.setdefault(record.environment.get("gpu") or "CPU", []).append(record)
-    return list(found.values())
+    return list(grouped_by(records, lambda record: record.environment.get("gpu")).values())
 
 
 def require_file(path: Path) -> None:

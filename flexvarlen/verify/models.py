@@ -7,11 +7,16 @@
 from __future__ import annotations
 
 import re
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from flexvarlen.verify.corpus import DEFAULT_TOKENS, packed_text, read_documents
+from flexvarlen.verify.experiment.batch import PackedBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,14 +40,20 @@ _QWEN: dict[str, Any] = {
 }
 
 
-def _llama3_rope(factor: float) -> dict[str, Any]:
+def _llama3(rope_factor: float, *, tied: bool) -> dict[str, Any]:
     return {
-        "rope_type": "llama3",
-        "rope_theta": 500_000.0,
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": rope_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": tied,
     }
 
 
@@ -63,22 +74,8 @@ GEOMETRIES: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         # 6 query heads on 2: a number of heads that is no power of two has its own bugs.
         "tiny": _shape(2, 96, 160, 6, 2, 16) | _TINY,
-        "1b": _shape(16, 2048, 8192, 32, 8, 64)
-        | {
-            "vocab_size": 128_256,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": _llama3_rope(32.0),
-            "tie_word_embeddings": True,
-        },
-        "8b": _shape(32, 4096, 14_336, 32, 8, 128)
-        | {
-            "vocab_size": 128_256,
-            "max_position_embeddings": 131_072,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": _llama3_rope(8.0),
-            "tie_word_embeddings": False,
-        },
+        "1b": _shape(16, 2048, 8192, 32, 8, 64) | _llama3(32.0, tied=True),
+        "8b": _shape(32, 4096, 14_336, 32, 8, 128) | _llama3(8.0, tied=False),
     },
     "qwen2": {
         "tiny": _shape(2, 96, 160, 6, 2, 16) | _TINY,
@@ -230,3 +227,41 @@ def _not_loaded(name: str, error: Exception) -> ValueError:
     return ValueError(
         f"model must be a folder or hub name that transformers can load, got {name!r}: {why}"
     )
+
+
+class NamedModels:
+    """Models of one device and text, the last one kept: its comparisons follow one another.
+
+    Args:
+        names: as in `parse_model`.
+        text: files of documents; empty for Python's help topics.
+
+    Raises:
+        ValueError: an unknown model, or a text that cannot be read.
+        NotImplementedError: a checkpoint of a model type that is not verified.
+    """
+
+    def __init__(self, names: Sequence[str], text: Sequence[Path], device: torch.device) -> None:
+        self.specs = [checked_model(name) for name in names]
+        read_documents(text)
+        self.text, self.device = tuple(text), device
+        self.checksum = zlib.crc32(b"\f".join(file.read_bytes() for file in text))
+        self._last: tuple[object, tuple[PreTrainedModel, PackedBatch]] | None = None
+
+    def load(
+        self, name: str, dtype: torch.dtype, tokens: int | None, seed: int
+    ) -> tuple[PreTrainedModel, PackedBatch]:
+        """A model, and a row of `tokens`, by default `DEFAULT_TOKENS`, on the device."""
+        key = (name, dtype)
+        if self._last is None or self._last[0] != key:
+            self._last = None  # before the next is built: two may not fit
+            model, tokenizer = build_model(name, device=self.device, dtype=dtype, seed=seed)
+            row = packed_text(
+                vocabulary=model.config.vocab_size,
+                tokens=tokens or DEFAULT_TOKENS[self.device.type],
+                seed=seed,
+                files=self.text,
+                tokenizer=tokenizer,
+            )
+            self._last = key, (model, row.to(self.device))
+        return self._last[1]

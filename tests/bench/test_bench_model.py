@@ -11,8 +11,7 @@ import torch
 from flexvarlen.bench import report
 from flexvarlen.bench.suites import suite_of
 from flexvarlen.bench.suites.model.cases import ModelCase, split_variant
-from flexvarlen.bench.suites.model.documents import text_lengths
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase, text_lengths
 from flexvarlen.bench.suites.model.utilisation import peak_tflops, step_tflop
 from flexvarlen.bench.suites.model.whole_model import SUITE, Training
 from flexvarlen.report.records import read_records

@@ -15,9 +15,10 @@ from flexvarlen.bench.suites.masks.builders import (
     KINDS,
     TREES,
     MaskCase,
+    difference,
+    expected_tables,
     layout_of,
 )
-from flexvarlen.bench.suites.masks.check import difference, expected_tables
 from flexvarlen.bench.suites.masks.mask_build import SUITE
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.run import RunRequest, run_suite

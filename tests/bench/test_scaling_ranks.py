@@ -140,7 +140,7 @@ def test_a_loss_that_is_not_finite(one_rank, monkeypatch, name, variant):
 
 
 def test_a_sequence_that_learns_from_half_the_row_is_wrong(one_rank, monkeypatch):
-    pack = sequence.pack
+    pack = sequence.texts.pack
 
     def half(tokens, rows):
         def collate(documents):
@@ -150,7 +150,7 @@ def test_a_sequence_that_learns_from_half_the_row_is_wrong(one_rank, monkeypatch
 
         return collate
 
-    monkeypatch.setattr(sequence, "pack", half)
+    monkeypatch.setattr(sequence.texts, "pack", half)
     status, reason, _ = measured("sequence-1-one", "sequence")
     assert status == "wrong"
     assert "in the first step" in reason

@@ -11,10 +11,9 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.training import convergence, convergence_tables, end_to_end, texts
-from flexvarlen.bench.suites.training.batches import padded_batches, split_evenly
 from flexvarlen.bench.suites.training.convergence_tables import outcomes
-from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
-from flexvarlen.bench.suites.training.trainer import Clock
+from flexvarlen.bench.suites.training.texts import padded_batches, split_evenly
+from flexvarlen.bench.suites.training.trainer import Clock, check_first_step, first_step_alone
 from flexvarlen.report.records import Record, read_records
 from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import Options
@@ -215,7 +214,7 @@ def test_steps_that_compile_are_not_timed():
 
 
 def test_a_trainer_whose_documents_see_each_other_is_wrong(monkeypatch, tmp_path):
-    flatten = end_to_end.flatten
+    flatten = texts.flatten
 
     def without_positions(*, flash):
         def collate(documents):
@@ -225,7 +224,7 @@ def test_a_trainer_whose_documents_see_each_other_is_wrong(monkeypatch, tmp_path
 
         return collate
 
-    monkeypatch.setattr(end_to_end, "flatten", without_positions)
+    monkeypatch.setattr(texts, "flatten", without_positions)
     (record,) = measured(end_to_end.SUITE, tmp_path, "packed:transformers:sdpa", cases=EAGER)
     assert record.status == "wrong"
     assert "tokens_per_s" not in record.measures

@@ -141,7 +141,7 @@ def test_run_that_measured_nothing_leaves_results_as_they_were(run, tmp_path, mo
         raise KeyboardInterrupt
 
     if stopped:
-        monkeypatch.setattr("flexvarlen.verify.compare.named_models.build_model", stops)
+        monkeypatch.setattr("flexvarlen.verify.models.build_model", stops)
     files = [tmp_path / "out" / name for name in ("records.jsonl", "table.md")]
     files[0].parent.mkdir()
     for file in files:
@@ -247,7 +247,7 @@ def test_leaking_backend_fails_the_command(run, monkeypatch):
 )
 def test_mistake_is_one_sentence_and_exit_code_2(args, words, monkeypatch):
     # before any work
-    monkeypatch.setattr("flexvarlen.verify.compare.named_models.build_model", None)
+    monkeypatch.setattr("flexvarlen.verify.models.build_model", None)
     result = CliRunner().invoke(app, ["compare", *args])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())

@@ -85,7 +85,7 @@ def test_model_writes_records_and_resumes(run, tmp_path, monkeypatch):
     assert "4 comparisons of models" in said(result)
     before = records_in(tmp_path)
     assert [r.case["comparison"] for r in before[::2]] == ["packed-alone", "backend-backend"]
-    monkeypatch.setattr("flexvarlen.verify.compare.named_models.build_model", None)
+    monkeypatch.setattr("flexvarlen.verify.models.build_model", None)
     again = run(*MODEL)
     assert again.exit_code == 0, again.output
     assert "4 comparisons of models" in said(again)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.cli import app
 from flexvarlen.recurrent import layer_functions
-from flexvarlen.verify.experiment.marks import FORMS
+from flexvarlen.verify.experiment.inputs import FORMS
 from flexvarlen.verify.isolation.command import LENGTHS
 
 SMALL = ["--model", "qwen3", "--device", "cpu", "--lengths", "5,11,1,8"]

@@ -28,9 +28,9 @@ from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
 
 KERNELS = ("fa2", "fa3", "fa4", "varlen")
-PASSES = ("forward", "forward for a backward", "forward and backward")
-TITLES = ("forward", "forward, gradients enabled", "forward and backward")
-"""The passes as the table names them."""
+FORWARD, BOTH = "forward", "forward and backward"
+PASSES = {FORWARD: FORWARD, "forward for a backward": "forward, gradients enabled", BOTH: BOTH}
+"""As the table names them."""
 ROUNDS, CALLS, UNTIMED = 15, 200, 5
 
 
@@ -86,7 +86,7 @@ SUITE = HostTime()
 
 def _host_time(inputs: Inputs, pass_: str, options: Options, kernel: str) -> Finding:
     """Microseconds of our call, of the raw one, and of the difference, round by round."""
-    needs_grad = pass_ != PASSES[0]
+    needs_grad = pass_ != FORWARD
     raw = RAW[kernel](inputs, needs_grad)
     leaves = inputs.leaves(needs_grad)
     layout = fv.PackedLayout.from_lengths(inputs.lengths, device=inputs.q.device)
@@ -97,7 +97,7 @@ def _host_time(inputs: Inputs, pass_: str, options: Options, kernel: str) -> Fin
         wrong = f"our output and the raw kernel's differ by {apart:.2g}, relative"
         return Finding(kernel, "wrong", wrong, pass_=pass_)
     calls: dict[str, Callable[[], Any]] = {"ours": ours, "raw": raw.forward}
-    if pass_ == PASSES[2]:
+    if pass_ == BOTH:
         calls = {
             "ours": lambda: torch.autograd.grad(ours(), leaves, inputs.grad_out),
             "raw": lambda: raw.backward(raw.forward()),
@@ -145,7 +145,7 @@ def _table(records: Sequence[Record]) -> Table:
 
     columns = [
         Column("kernel", lambda x: f"`{x}`"),
-        *(Column(title, cell(x)) for title, x in zip(TITLES, PASSES, strict=True)),
+        *(Column(title, cell(x)) for x, title in PASSES.items()),
     ]
     return Table.of(
         kernels,

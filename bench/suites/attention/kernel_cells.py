@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from flexvarlen.bench.suites.attention.inputs import AttentionCase, Inputs
-from flexvarlen.bench.suites.model.documents import drawn_lengths
+from flexvarlen.bench.suites.model.geometries import drawn_lengths
 
 Documents = Literal["uniform", "log-normal", "short"]
 

@@ -17,19 +17,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from flexvarlen.bench.suites.attention import tables
 from flexvarlen.bench.suites.attention.engine import AttentionSuite
 from flexvarlen.bench.suites.attention.inputs import AttentionCase, Inputs, Prepare
 from flexvarlen.bench.suites.attention.packed import packed_calls, packed_variants
 from flexvarlen.bench.suites.attention.padded import sdpa
-from flexvarlen.bench.suites.attention.tables import (
-    MASK,
-    PACKAGES,
-    PASS,
-    Measured,
-    field,
-    measured,
-    times_tables,
-)
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance
 from flexvarlen.report.table import Column, Table
@@ -115,12 +107,12 @@ class Padding(AttentionSuite[PaddingCase]):
         return case.calls()
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        return _tables(records, [PASS, field("of", "part"), *COLUMNS])
+        return _tables(records, [tables.PASS, tables.field("of", "part"), *COLUMNS])
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
         own = [r for r in records if r.case["part"] == "attention"]
         own = [r for r in own if r.case["documents"] != "log-normal"]
-        return _tables(own, [PASS, *COLUMNS], lambda name: name in (*DRAWN, UNMASKED))
+        return _tables(own, [tables.PASS, *COLUMNS], lambda name: name in (*DRAWN, UNMASKED))
 
     def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         return [draw(records, folder)]
@@ -129,9 +121,9 @@ class Padding(AttentionSuite[PaddingCase]):
 SUITE = Padding()
 
 COLUMNS = (
-    MASK,
-    field("documents", "documents"),
-    field("padding", "sparsity", "{:.0%}".format),
+    tables.MASK,
+    tables.field("documents", "documents"),
+    tables.field("padding", "sparsity", "{:.0%}".format),
 )
 
 
@@ -140,7 +132,7 @@ def _tables(
     columns: Sequence[Column],
     kept: Callable[[str], bool] = lambda name: True,
 ) -> Iterable[Table]:
-    return times_tables(
+    return tables.times_tables(
         records,
         columns,
         title=lambda case: (
@@ -166,7 +158,7 @@ DRAWN = {
 def draw(records: Sequence[Record], folder: Path) -> Path:
     """Times on the study's documents, not causal."""
     shown = {"part": "attention", "documents": "multiples", "causal": False}
-    passes = {x.pass_: x for x in measured(records) if shown.items() <= x.case.items()}
+    passes = {x.pass_: x for x in tables.measured(records) if shown.items() <= x.case.items()}
     panels = {pass_: _times(passes[pass_]) for pass_ in ("forward", "backward")}
     gains = [values[MASKED] / values[name] for values in panels.values() for name in values]
     gains = sorted(gain for gain in gains if gain != 1)
@@ -174,7 +166,7 @@ def draw(records: Sequence[Record], folder: Path) -> Path:
         f"Attention on a packed row is {gains[0]:.0f} to {gains[-1]:.0f} times as fast as SDPA "
         "with a padding mask, at 45% padding",
         "8 documents of 448 to 1,856 tokens, padded to 2,048 each, 16 heads of 64, bfloat16, not "
-        f"causal; device time, median; {provenance(records, PACKAGES)}",
+        f"causal; device time, median; {provenance(records, tables.PACKAGES)}",
         height_px=300,
         panels=2,
         share_y=True,
@@ -189,5 +181,5 @@ def draw(records: Sequence[Record], folder: Path) -> Path:
     return save(figure, folder / "padding.png")
 
 
-def _times(line: Measured) -> dict[str, float]:
+def _times(line: tables.Measured) -> dict[str, float]:
     return {name: ms for name in DRAWN if (ms := line.ms(name)) is not None}

@@ -11,22 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from flexvarlen.bench.suites.attention import packed, tables
 from flexvarlen.bench.suites.attention.engine import AttentionSuite
 from flexvarlen.bench.suites.attention.inputs import AttentionCase, Inputs, Prepare, serial
-from flexvarlen.bench.suites.attention.packed import (
-    ON_CPU,
-    RAW,
-    RAW_PREFIX,
-    packed_calls,
-    packed_variants,
-    sdpa_of_one,
-)
-from flexvarlen.bench.suites.attention.tables import (
-    PASS,
-    field,
-    heads,
-    times_tables,
-)
 from flexvarlen.report.records import Record
 from flexvarlen.report.table import Column, Table
 from flexvarlen.runner.suite import Options
@@ -34,8 +21,8 @@ from flexvarlen.verify.experiment.operator_cases import PACKINGS, packing_name
 
 SERIAL = "@serial"
 FA2, VARLEN = "raw:fa2", "raw:varlen"
-SDPA_SERIAL = f"{RAW_PREFIX}sdpa{SERIAL}"
-SHOWN = (FA2, VARLEN, "fa2", "varlen", "fa3", "fa4", "flex", *ON_CPU)
+SDPA_SERIAL = f"{packed.RAW_PREFIX}sdpa{SERIAL}"
+SHOWN = (FA2, VARLEN, "fa2", "varlen", "fa3", "fa4", "flex", *packed.ON_CPU)
 """The columns of the tables; the records hold more."""
 ON_PAGE = ("256", "320,320", "1088,2368", "4160×8")
 """The packings of the page's table."""
@@ -78,29 +65,29 @@ class VarlenStudy(AttentionSuite[StudyCase]):
         return [StudyCase(lengths) for lengths in PACKINGS]
 
     def variants(self, case: StudyCase, options: Options) -> Sequence[str]:
-        names = packed_variants(on_gpu=options.on_gpu)
-        names = [*(RAW_PREFIX + x for x in RAW if options.on_gpu), *names]
+        names = packed.packed_variants(on_gpu=options.on_gpu)
+        names = [*(packed.RAW_PREFIX + x for x in packed.RAW if options.on_gpu), *names]
         several = [x + SERIAL for x in names] if len(case.lengths) > 1 else []
         return [*names, *several, SDPA_SERIAL]
 
     def calls(self, case: StudyCase) -> Mapping[str, Prepare]:
         """Kernels and backends in one call, and in one call for each document."""
-        together = packed_calls()
+        together = packed.packed_calls()
         alone = {name + SERIAL: serial(call) for name, call in together.items() if name != "auto"}
-        return together | alone | {SDPA_SERIAL: serial(sdpa_of_one)}
+        return together | alone | {SDPA_SERIAL: serial(packed.sdpa_of_one)}
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         several = [r for r in records if len(r.case["lengths"]) > 1]
         serial = [*(name + SERIAL for name in SHOWN), SDPA_SERIAL]
-        yield from _tables(records, [PASS, DOCUMENTS], "one call", SHOWN)
-        yield from _tables(several, [PASS, DOCUMENTS], "one call for each document", serial)
+        yield from _tables(records, [tables.PASS, DOCUMENTS], "one call", SHOWN)
+        yield from _tables(several, [tables.PASS, DOCUMENTS], "one call for each document", serial)
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
         own = [r for r in records if r.case["name"] in ON_PAGE and r.case["pass"] == "forward"]
         return _tables(own, [DOCUMENTS], "forward, one call", SHOWN[:4])
 
 
-DOCUMENTS = field("documents", "name")
+DOCUMENTS = tables.field("documents", "name")
 
 
 def _tables(
@@ -108,9 +95,9 @@ def _tables(
 ) -> Iterable[Table]:
     def title(case: Mapping[str, Any]) -> str:
         mask = "causal" if case["causal"] else "not causal"
-        return f"{heads(case)}, {case['dtype']}, {mask}: ms on the device, median; {calls}"
+        return f"{tables.heads(case)}, {case['dtype']}, {mask}: ms on the device, median; {calls}"
 
-    return times_tables(
+    return tables.times_tables(
         records,
         columns,
         title=title,

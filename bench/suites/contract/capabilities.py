@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 
 from flexvarlen import BACKENDS, why_not
+from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.report.records import Record, by_machine, commits_of, latest_run, ran_on
 from flexvarlen.report.table import Column, Table
 from flexvarlen.runner.suite import Finding, Findings, Options, Suite
 
-HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 FEATURES: dict[str, dict[str, Any]] = {
     "forward": {"needs_grad": False},
     "backward": {},
@@ -35,13 +35,13 @@ HEAD_DIMS = tuple(range(8, 264, 8))
 
 
 @dataclass(frozen=True)
-class HeadsCase:
+class HeadsCase(FrozenCase):
     """The heads that backends are asked about."""
 
-    name: str = "heads"
-
-    def data(self) -> dict[str, Any]:
-        return dict(HEADS)
+    name: ClassVar[str] = "heads"
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
 
 
 class Capabilities(Suite[HeadsCase]):
@@ -56,16 +56,15 @@ class Capabilities(Suite[HeadsCase]):
         return BACKENDS
 
     def measure(self, case: HeadsCase, variants: Sequence[str], options: Options) -> Findings:
-        return [_finding(name, options.device) for name in variants]
+        return [_finding(name, case.data(), options.device) for name in variants]
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         return map(_table, map(latest_run, by_machine(records)))
 
 
-def _finding(name: str, device: torch.device) -> Finding:
+def _finding(name: str, heads: dict[str, Any], device: torch.device) -> Finding:
     def ask(**options: Any) -> str | None:
-        asked = {"device": str(device), "dtype": torch.bfloat16, **HEADS, **options}
-        return why_not(name, **asked)
+        return why_not(name, **{"device": device, "dtype": torch.bfloat16, **heads, **options})
 
     missing = ask(needs_grad=False)
     if missing is not None:

@@ -37,13 +37,14 @@ from flexvarlen.bench.suites.contract.tiny_configs import draw_weights, tiny_con
 from flexvarlen.patches.isolation.tokens import halves
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.parts import ModelParts
-from flexvarlen.reference.acceptance import Error, largest, why_wrong
+from flexvarlen.reference.acceptance import Error, largest
 from flexvarlen.reference.model import Float64, float64_model
 from flexvarlen.reference.recurrences import plain_recurrences
 from flexvarlen.report.records import Status, one_line
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Finding, Findings, Options, Suite
+from flexvarlen.verify.experiment.alone import Compared, why_one_is_wrong
 
 QUICK_FORMS = (
     "position_ids, use_cache=False",
@@ -209,19 +210,16 @@ class TinyModels:
             "baseline_error": allowed.max_abs,
             "largest_logit": error.max_size,
         }
-        wrong = why_wrong("logits", error, allowed, self.dtype)
-        worst = {"grad_error": 0.0, "baseline_grad_error": 0.0}
+        compared = [Compared("logits", error, allowed)]
         for name, expected in reference.gradients.items() if found.gradients else ():
-            if name in found.gradients:
-                own = Error.between(found.gradients[name], expected)
-            else:
-                own = Error.missing()
+            there = name in found.gradients
+            own = Error.between(found.gradients[name], expected) if there else Error.missing()
             plain_error = _largest_error(Error.between(x.gradients[name], expected) for x in plain)
-            what = f"gradient of {name}"
-            wrong = wrong or why_wrong(what, own, plain_error, self.dtype, gradient=True)
-            for key, value in zip(worst, (own.relative, plain_error.relative), strict=True):
-                worst[key] = largest((worst[key], value))
-        return measures | (worst if found.gradients else {}), wrong
+            compared.append(Compared(f"gradient of {name}", own, plain_error, gradient=True))
+        if found.gradients:
+            measures["grad_error"] = largest(x.error.relative for x in compared[1:])
+            measures["baseline_grad_error"] = largest(x.baseline.relative for x in compared[1:])
+        return measures, why_one_is_wrong(compared, self.dtype)
 
     def alone(self, starts: tuple[int, ...]) -> tuple[Answer, list[Answer]]:
         """Each document in a forward of its own, in fp64, and the low-precision baselines.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
 
 import transformers
 
 from flexvarlen.bench.suites.contract.forms import Forms, FormsCase
 from flexvarlen.reference.acceptance import largest
-from flexvarlen.report.records import Record, commits_of, grouped, ran_on
+from flexvarlen.report.records import Record, commits_of, grouped, grouped_by, ran_on
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Case, Options
 from flexvarlen.verify.experiment.variant import is_ours
@@ -56,54 +56,39 @@ class Leaks(Forms):
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         """For each machine and version a table of attention alone and one of hybrid models."""
-        groups = [
-            [r for r in own if _is_hybrid(r) == hybrid]
-            for own in _runs(records)
-            for hybrid in (False, True)
-        ]
-        for own in filter(None, groups):
-            variants = grouped(own, "variant")
-            yield _table({f"{x.replace(':', ' `')}`": found for x, found in variants.items()})
+        for own in _runs(records):
+            for kind in grouped_by(sorted(own, key=_is_hybrid), _is_hybrid).values():
+                yield _table(grouped_by(kind, lambda r: f"{r.case['variant'].replace(':', ' `')}`"))
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
         """Of each version where most was measured: both kinds of models, ours in one column."""
-        columns: dict[str, list[Record]] = {}
-        for record in sorted(_shown(records), key=lambda r: (_is_hybrid(r), _is_ours(r))):
-            columns.setdefault(_page_column(record), []).append(record)
-        yield _table(columns)
+        shown = sorted(_shown(records), key=lambda r: (_is_hybrid(r), _is_ours(r)))
+        yield _table(grouped_by(shown, _page_column))
 
 
 def front_table(records: Sequence[Record]) -> Table:
     """The README's: how many packed forms leak in each version, and six of them."""
     shown = [r for r in _shown(records) if r.case["pass"] not in WITHOUT_PACKING]
-    columns: dict[str, list[Record]] = {}
-    for record in sorted(shown, key=lambda r: (_is_ours(r), _is_hybrid(r))):
-        library, name = _implementation(record)
-        theirs = "hybrid models" if _is_hybrid(record) else f"dense models,{name}"
-        columns.setdefault(library if _is_ours(record) else theirs, []).append(record)
-    counts = []
-    for name, own in columns.items():
-        leaking = {_version(r): set[str]() for r in own}
-        for r in own:
-            leaking[_version(r)] |= {r.case["pass"]} if r.measures.get("leaks") else set()
-        said = [f"{len(forms)} under {version}" for version, forms in sorted(leaking.items())]
-        counts.append(f"{' and '.join(said)} with {name}")
-    forms = grouped(shown, "pass")
+    shown.sort(key=lambda r: (_is_ours(r), _is_hybrid(r)))
+    columns, forms = grouped_by(shown, _front_column), grouped(shown, "pass")
+    counts = [f"{_leaking_forms(own)} with {name}" for name, own in columns.items()]
     title = (
         f"Of {len(forms)} forms of a packed batch, those in which documents leak without a "
         f"warning, by version of transformers: {'; '.join(counts)}"
     )
-    made = [Column(name, _verdict_of(grouped(own, "pass"))) for name, own in columns.items()]
-    rows = [form for form in FRONT if form in forms]
-    return Table.of(rows, [Column("packed batch", str), *made], title)
+    return _by_form((form for form in FRONT if form in forms), columns, _verdict, title)
 
 
-def _runs(records: Sequence[Record]) -> list[list[Record]]:
+def _leaking_forms(records: Sequence[Record]) -> str:
+    """In how many forms documents leak, by version of transformers."""
+    versions = sorted(grouped_by(records, _version).items())
+    leaking = [(v, {r.case["pass"] for r in own if r.measures.get("leaks")}) for v, own in versions]
+    return " and ".join(f"{len(forms)} under {version}" for version, forms in leaking)
+
+
+def _runs(records: Sequence[Record]) -> Iterable[list[Record]]:
     """The records of each machine and version of transformers."""
-    found: dict[tuple[Any, str], list[Record]] = {}
-    for record in records:
-        found.setdefault((record.environment.get("gpu"), _version(record)), []).append(record)
-    return list(found.values())
+    return grouped_by(records, lambda r: (r.environment.get("gpu"), _version(r))).values()
 
 
 def _shown(records: Sequence[Record]) -> list[Record]:
@@ -129,21 +114,27 @@ def _is_ours(record: Record) -> bool:
     return is_ours(record.case["variant"])
 
 
-def _implementation(record: Record) -> tuple[str, str]:
-    """The library, and which attention of transformers."""
-    library, _, name = record.case["variant"].partition(":")
-    theirs = {"eager": " `eager`, `sdpa`", "sdpa": " `eager`, `sdpa`", "flash_attention_2": " FA2"}
-    return library, theirs.get(name, f" `{name}`") if library == "transformers" else ""
+def _theirs(record: Record) -> str:
+    """Which attention of transformers."""
+    name = record.case["variant"].partition(":")[2]
+    both = "`eager`, `sdpa`"
+    return {"eager": both, "sdpa": both, "flash_attention_2": "FA2"}.get(name, f"`{name}`")
+
+
+def _front_column(record: Record) -> str:
+    if _is_ours(record):
+        return "flexvarlen"
+    return "hybrid models" if _is_hybrid(record) else f"dense models, {_theirs(record)}"
 
 
 def _page_column(record: Record) -> str:
-    library, name = _implementation(record)
-    version = "" if _is_ours(record) else f" {_version(record)}"
-    return f"{'hybrid' if _is_hybrid(record) else 'attention'}: {library}{version}{name}"
+    library = f"transformers {_version(record)} {_theirs(record)}"
+    library = "flexvarlen" if _is_ours(record) else library
+    return f"{'hybrid' if _is_hybrid(record) else 'attention'}: {library}"
 
 
 def _table(columns: Mapping[str, Sequence[Record]]) -> Table:
-    """Forms down, and across what each column's records say."""
+    """Errors and leaks, in all forms."""
     notes = Notes()
     records = [record for own in columns.values() for record in own]
     *others, last = dict.fromkeys(r.case["model"] for r in records)
@@ -156,37 +147,43 @@ def _table(columns: Mapping[str, Sequence[Record]]) -> Table:
         f"Largest error of packed logits against each document alone in fp64, over tiny random "
         f"{models} models; {'; '.join(ran)}. Bold: documents leak, or the results are wrong"
     )
-    made = [Column(name, _leak_of(grouped(own, "pass"), notes)) for name, own in columns.items()]
-    forms = grouped(records, "pass")
-    return Table.of(forms, [Column("packed batch", str), *made], title, notes=notes)
+    return _by_form(grouped(records, "pass"), columns, partial(_leak, notes), title, notes)
 
 
-def _leak_of(groups: Mapping[str, Sequence[Record]], notes: Notes) -> Callable[[str], str]:
-    def cell(form: str) -> str:
-        own = groups.get(form, [])
-        measured = [r.measures["error"] for r in own if "error" in r.measures]
-        parts = []
-        if measured:
-            worst = largest(measured)
-            value = f"{worst:.1g}" if worst < 1 else f"{worst:.1f}"
-            parts.append(f"**{value}**" if any(r.status == "wrong" for r in own) else value)
-        for r in own:
-            if r.status not in ("ok", "wrong"):
-                word = "refused" if r.status == "unsupported" else r.status
-                parts.append(f"{word} {notes.mark(r.reason or '')}")
-        return ", ".join(dict.fromkeys(parts))
+def _by_form(
+    forms: Iterable[str],
+    columns: Mapping[str, Sequence[Record]],
+    cell: Callable[[Sequence[Record]], str],
+    title: str,
+    notes: Iterable[str] = (),
+) -> Table:
+    """Forms down, and across what `cell` says of each column's records of a form."""
 
-    return cell
+    def column(name: str) -> Column:
+        own = grouped(columns[name], "pass")
+        return Column(name, lambda form: cell(own.get(form, [])))
+
+    return Table.of(forms, [Column("packed batch", str), *map(column, columns)], title, notes=notes)
 
 
-def _verdict_of(groups: Mapping[str, Sequence[Record]]) -> Callable[[str], str]:
+def _leak(notes: Notes, records: Sequence[Record]) -> str:
+    measured = [r.measures["error"] for r in records if "error" in r.measures]
+    parts = []
+    if measured:
+        worst = largest(measured)
+        value = f"{worst:.1g}" if worst < 1 else f"{worst:.1f}"
+        parts.append(f"**{value}**" if any(r.status == "wrong" for r in records) else value)
+    for r in records:
+        if r.status not in ("ok", "wrong"):
+            word = "refused" if r.status == "unsupported" else r.status
+            parts.append(f"{word} {notes.mark(r.reason or '')}")
+    return ", ".join(dict.fromkeys(parts))
+
+
+def _verdict(records: Sequence[Record]) -> str:
     """In words, over all models and versions; the worst first."""
-
-    def cell(form: str) -> str:
-        found = {"leaks" if r.measures.get("leaks") else r.status for r in groups.get(form, ())}
-        return " or ".join(word for status, word in WORDS.items() if status in found) or NOTHING
-
-    return cell
+    found = {"leaks" if r.measures.get("leaks") else r.status for r in records}
+    return " or ".join(word for status, word in WORDS.items() if status in found) or NOTHING
 
 
 SUITE = Leaks()

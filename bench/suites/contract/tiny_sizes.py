@@ -80,11 +80,7 @@ _TOWER = {
     "num_attention_heads": 2,
     "patch_size": 4,
 }
-_BERT = {
-    "num_key_value_heads": 6,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+_BERT = {"num_key_value_heads": 6, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _LINEAR_THEN_FULL = {
     "layer_types": ["linear_attention", "full_attention"],
     # What is read from the state is normed: 1e-6 would magnify the rounding error of small values.
@@ -108,7 +104,8 @@ _MAMBA = {
 }
 
 TINY: dict[str, dict[str, Any]] = {
-    "llama": _HEAD_16,
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "gemma", "glm", "glm4", "arcee"), _HEAD_16),
+    **dict.fromkeys(("ernie4_5", "hunyuan_v1_dense"), _HEAD_16),
     "llama4_text": {
         **_HEAD_16,
         **_LOCAL_EXPERTS,
@@ -120,27 +117,20 @@ TINY: dict[str, dict[str, Any]] = {
         "floor_scale": 8,  # 8192 in the published models
         "attn_scale": 0.5,
     },
-    "qwen2": _HEAD_16,
     "qwen2_moe": {
         **_QWEN_EXPERTS,
         "decoder_sparse_step": 1,
         "use_sliding_window": True,
         "sliding_window": 9,
     },
-    "qwen3": _HEAD_16,
     "qwen3_moe": {**_HEAD_16, **_EXPERTS},
     "mistral": {**_HEAD_16, "sliding_window": 9},
     "mixtral": {**_HEAD_16, **_LOCAL_EXPERTS, "sliding_window": 9},
-    "gemma": _HEAD_16,
     "gemma2": {**_HEAD_16, **_ALTERNATING, "query_pre_attn_scalar": 16},
     "gemma3_text": {**_HEAD_16, **_ALTERNATING, "query_pre_attn_scalar": 16},
     "gemma3": {
         "text_config": {**_HEAD_16, **_ALTERNATING, "query_pre_attn_scalar": 16},
-        "vision_config": {
-            **_TOWER,
-            "model_type": "siglip_vision_model",
-            "image_size": 8,
-        },
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 8},
         "mm_tokens_per_image": 4,
         "image_token_index": 90,
     },
@@ -163,8 +153,6 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "olmo3": _ALTERNATING,
     "smollm3": {**_HEAD_16, "no_rope_layers": [1, 0]},
-    "glm4": _HEAD_16,
-    "glm": _HEAD_16,
     "cohere2": {**_HEAD_16, **_ALTERNATING},
     "deepseek_v3": _LATENT,
     "qwen2_vl": {
@@ -218,11 +206,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {**_HEAD_16, **_MAMBA, "mamba_d_ssm": 96},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {
-        **_EXPERTS,
-        "layer_types": ["conv", "full_attention"],
-        "num_dense_layers": 1,
-    },
+    "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 12, "state_size": 16, "n_groups": 2, "chunk_size": 16},
     "bert": _BERT,
     "roberta": {**_BERT, "pad_token_id": 1, "bos_token_id": 0},
@@ -243,15 +227,12 @@ TINY: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_HEAD_16, **_ROUTED_EXPERTS},
     "qwen3_vl_moe": {"text_config": {**_QWEN3_VL_TEXT, **_EXPERTS}, **_QWEN3_VL_IMAGES},
     "exaone4": _ALTERNATING,
-    "ernie4_5": _HEAD_16,
-    "hunyuan_v1_dense": _HEAD_16,
     "seed_oss": {**_HEAD_16, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "olmoe": _EXPERTS,
     "granitemoe": _LOCAL_EXPERTS,
     "minimax_m2": {**_HEAD_16, **_LOCAL_EXPERTS},
     "deepseek_v2": {**_LATENT, "n_group": None, "topk_group": None},
     "starcoder2": {"sliding_window": 9},
-    "arcee": _HEAD_16,
     "gemma4_text": {
         **_HEAD_16,
         "num_hidden_layers": 4,

@@ -1,4 +1,4 @@
-"""What builds the mask of a row: ours, and create_block_mask as its users call it."""
+"""What builds the mask of a row: ours, and create_block_mask as its users call it; its check."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import flexvarlen as fv
 from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.bench.suites.model.geometries import log_normal_lengths
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
-from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE
+from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, Tables
 from flexvarlen.runner.failures import Unsupported
 
 SIGMA, SEED = 1.0, 0
@@ -77,27 +77,22 @@ def ours_from_cu_seqlens(case: MaskCase, device: torch.device) -> Build:
     return build
 
 
-def create_eagerly(case: MaskCase, device: torch.device) -> Build:
-    return theirs(case, device, create_block_mask)
+def theirs(how: str, case: MaskCase, device: torch.device) -> Build:
+    """Causal documents as users of create_block_mask write them, from boundaries on the device.
 
-
-def create_compiled(case: MaskCase, device: torch.device) -> Build:
-    if device.type == "cpu":
+    Args:
+        how: "eager", "compiled", or "_compile": with the flag that transformers sets wherever torch
+            still has it, compiled in each call.
+    """
+    create: Callable[..., BlockMask] = create_block_mask
+    if how != "eager" and device.type == "cpu":
         raise Unsupported("compiled create_block_mask is measured on CUDA only")
-    return theirs(case, device, torch.compile(create_block_mask, dynamic=False))
-
-
-def create_as_transformers_does(case: MaskCase, device: torch.device) -> Build:
-    """With the flag that transformers sets wherever torch still has it: compiled in each call."""
-    if device.type == "cpu":
-        raise Unsupported("compiled create_block_mask is measured on CUDA only")
-    if "_compile" not in inspect.signature(create_block_mask).parameters:
-        raise Unsupported("this torch's create_block_mask has no _compile")
-    return theirs(case, device, partial(create_block_mask, _compile=True))
-
-
-def theirs(case: MaskCase, device: torch.device, create: Callable[..., BlockMask]) -> Build:
-    """Causal documents as users of create_block_mask write them, from boundaries on the device."""
+    if how == "compiled":
+        create = torch.compile(create_block_mask, dynamic=False)
+    elif how == "_compile":
+        if "_compile" not in inspect.signature(create_block_mask).parameters:
+            raise Unsupported("this torch's create_block_mask has no _compile")
+        create = partial(create_block_mask, _compile=True)
     cu_seqlens, tokens = cu_seqlens_of(case, device), case.tokens
 
     def build() -> BlockMask:
@@ -129,9 +124,9 @@ BASELINES = {
 BUILDERS: dict[str, Callable[[MaskCase, torch.device], Build]] = {
     "flexvarlen": ours,
     COMPARED: ours_from_cu_seqlens,
-    "create_block_mask eager": create_eagerly,
-    "create_block_mask compiled": create_compiled,
-    "create_block_mask(_compile=True)": create_as_transformers_does,
+    "create_block_mask eager": partial(theirs, "eager"),
+    "create_block_mask compiled": partial(theirs, "compiled"),
+    "create_block_mask(_compile=True)": partial(theirs, "_compile"),
 }
 KINDS = (
     "bidirectional",
@@ -161,3 +156,49 @@ def options_of_kind(kind: str, case: MaskCase, layout: fv.PackedLayout) -> dict[
         "cross": {"layout_k": keys},
     }
     return options[kind]
+
+
+# --- whether two BlockMasks list the same blocks, in any order -----------------------------------
+
+BLOCK = (DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE)
+TABLES = ("kv", "full_kv", "q", "full_q")
+
+
+def expected_tables(layout: fv.PackedLayout, **options: Any) -> Tables:
+    """The tables by plain torch on the CPU, moved to the layout's device."""
+    on_cpu = {
+        name: value.to("cpu") if hasattr(value, "to") else value for name, value in options.items()
+    }
+    tables = fv.DocumentMask.of(layout.to("cpu"), **on_cpu).tables(BLOCK, compact=True)
+    return Tables(*(table.to(layout.device) for table in tables))
+
+
+def difference(found: BlockMask | Tables, expected: Tables) -> str | None:
+    """How the tables list other blocks than expected, in whatever order; None if they do not."""
+    for name in TABLES:
+        counts, indices = _table(found, name)
+        right_counts, right_indices = _table(expected, name)
+        if counts is None or indices is None:
+            return f"the {name} tables are missing"
+        if not torch.equal(counts, right_counts):
+            wrong = int((counts != right_counts).sum())
+            return f"{wrong} of {counts.numel()} rows of the {name} tables count other blocks"
+        width = min(indices.shape[3], right_indices.shape[3])
+        if int(counts.max()) > width:
+            return f"the {name} tables have {width} columns for rows of {int(counts.max())} blocks"
+        unequal = _sorted(counts, indices, width) != _sorted(counts, right_indices, width)
+        if bool(unequal.any()):
+            wrong = int(unequal.any(-1).sum())
+            return f"{wrong} of {counts.numel()} rows of the {name} tables list other blocks"
+    return None
+
+
+def _table(tables: BlockMask | Tables, name: str) -> tuple[Any, Any]:
+    return getattr(tables, f"{name}_num_blocks"), getattr(tables, f"{name}_indices")
+
+
+def _sorted(counts: Tensor, indices: Tensor, width: int) -> Tensor:
+    """`[1, 1, rows, width]`: what each row lists, ascending, the largest int32 behind."""
+    listed = torch.arange(width, device=indices.device) < counts[..., None]
+    behind = torch.iinfo(torch.int32).max
+    return torch.where(listed, indices[..., :width].to(torch.int32), behind).sort(-1).values

@@ -8,7 +8,7 @@ not timed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,10 +25,11 @@ from flexvarlen.bench.suites.masks.builders import (
     TREES,
     Build,
     MaskCase,
+    difference,
+    expected_tables,
     layout_of,
     options_of_kind,
 )
-from flexvarlen.bench.suites.masks.check import difference, expected_tables
 from flexvarlen.measure import (
     HostAndDevice,
     peak_memory_mib,
@@ -169,9 +170,7 @@ def timed(builds: Mapping[str, Build], options: Options) -> dict[str, dict[str, 
     )
     return {
         name: {
-            "wall_us_p20": t.ms_p20 * 1e3,
-            "wall_us_p50": t.ms_p50 * 1e3,
-            "wall_us_p80": t.ms_p80 * 1e3,
+            **{f"wall_us_p{p}": 1e3 * getattr(t, f"ms_p{p}") for p in (20, 50, 80)},
             "repeats": t.repeats,
             "gpu_us": apart[name].device.ms_p50 * 1e3 if name in apart else None,
         }
@@ -199,10 +198,6 @@ def _walls(records: Sequence[Record]) -> dict[int, dict[str, float]]:
     return found
 
 
-def _measure(name: str) -> Callable[[Record], str]:
-    return lambda record: three_digits(record.measures.get(name))
-
-
 def _wall(record: Record) -> str:
     if record.status != "ok":
         return f"{record.status}: {in_short(record.reason or '')}"
@@ -215,8 +210,8 @@ _COLUMNS = (
     Column("mean document", lambda r: f"{r.case['mean_doc']:,}"),
     Column("builder", lambda r: r.case["variant"]),
     Column("wall µs, p50 (p20–p80)", _wall),
-    Column("GPU µs", _measure("gpu_us")),
-    Column("peak MiB", _measure("peak_mib")),
+    Column("GPU µs", lambda r: three_digits(r.measures.get("gpu_us"))),
+    Column("peak MiB", lambda r: three_digits(r.measures.get("peak_mib"))),
 )
 
 

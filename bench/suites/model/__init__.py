@@ -11,6 +11,6 @@ Each is a `flexvarlen.verify.experiment` on models with random weights.
 | `compile_time.py` | suite "compile": the first compiled step, whole and by layer |
 | `small_inference.py` | suite "small-inference": a forward on four short documents |
 | `embeddings.py` | suite "embeddings": vectors of many short texts |
-| `geometries.py`, `documents.py` | models with random weights, lengths of documents |
+| `geometries.py` | models with random weights, lengths of documents |
 | `utilisation.py`, `tables.py` | FLOPs and what attends; table cells |
 """

@@ -11,14 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flexvarlen.bench.suites.model.documents import (
-    LONGEST_SHARE,
-    Documents,
-    drawn_lengths,
-    source_of,
-    text_lengths,
-)
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase
+from flexvarlen.bench.suites.model import geometries
 from flexvarlen.runner.suite import Options
 from flexvarlen.verify.experiment.inputs import BATCHINGS, SORTED
 from flexvarlen.verify.experiment.variant import require_known
@@ -42,7 +35,7 @@ LARGE = ("qwen3-4b", "llama-3.1-8b")
 
 
 @dataclass(frozen=True)
-class ModelCase(GeometryCase):
+class ModelCase(geometries.GeometryCase):
     """One model on one set of documents.
 
     Attributes:
@@ -57,7 +50,7 @@ class ModelCase(GeometryCase):
 
     mode: Mode
     tokens: int
-    documents: Documents
+    documents: geometries.Documents
     source: str
     mean_doc: int | None
     longest_doc: int | None
@@ -75,9 +68,9 @@ class ModelCase(GeometryCase):
     def lengths(self, files: Sequence[Path] | None) -> list[int]:
         """Tokens of each document; their sum is `tokens`."""
         if self.documents == "text":
-            return text_lengths(self.tokens, self.seed, files, self.longest_doc)
+            return geometries.text_lengths(self.tokens, self.seed, files, self.longest_doc)
         assert self.mean_doc is not None
-        return drawn_lengths(self.tokens, self.documents, self.mean_doc, self.seed)
+        return geometries.drawn_lengths(self.tokens, self.documents, self.mean_doc, self.seed)
 
 
 def split_variant(variant: str) -> tuple[str, str]:
@@ -110,12 +103,18 @@ MEASURED = (WHOLE, "llama-3.2-1b", "llama-3.1-8b", "qwen3-4b", "qwen3-0.6b")
 def cases_of(options: Options) -> list[ModelCase]:
     """All cases, geometry by geometry."""
     if options.is_small:
-        return list(_quick(options))
+        return [
+            _case("qwen3-tiny", 256, "text", options),
+            _case("llama-tiny", 128, "log-normal", options, checkpointing=True),
+            _case("qwen3-tiny", 128, "uniform", options, "compiled"),
+        ]
     return [case for geometry in MEASURED for case in _geometry(geometry, options)]
 
 
 def _geometry(geometry: str, options: Options) -> Iterator[ModelCase]:
-    def train(tokens: int, documents: Documents = "text", mode: Mode = "eager") -> ModelCase:
+    def train(
+        tokens: int, documents: geometries.Documents = "text", mode: Mode = "eager"
+    ) -> ModelCase:
         return _case(geometry, tokens, documents, options, mode)
 
     yield train(8192)
@@ -128,16 +127,10 @@ def _geometry(geometry: str, options: Options) -> Iterator[ModelCase]:
         yield train(32_768, "uniform")
 
 
-def _quick(options: Options) -> Iterator[ModelCase]:
-    yield _case("qwen3-tiny", 256, "text", options)
-    yield _case("llama-tiny", 128, "log-normal", options, checkpointing=True)
-    yield _case("qwen3-tiny", 128, "uniform", options, "compiled")
-
-
 def _case(
     geometry: str,
     tokens: int,
-    documents: Documents,
+    documents: geometries.Documents,
     options: Options,
     mode: Mode = "eager",
     *,
@@ -148,13 +141,13 @@ def _case(
         checkpointing = tokens > LONGEST_KEPT.get(geometry, tokens)
     return ModelCase(
         geometry=geometry,
-        layers=GEOMETRIES[geometry](None).num_hidden_layers,
+        layers=geometries.GEOMETRIES[geometry](None).num_hidden_layers,
         mode=mode,
         tokens=tokens,
         documents=documents,
-        source=source_of(options.text) if texts else "",
+        source=geometries.source_of(options.text) if texts else "",
         mean_doc=None if texts else min(MEAN_DOC, tokens // 8),
-        longest_doc=max(1, tokens // LONGEST_SHARE) if texts else None,
+        longest_doc=max(1, tokens // geometries.LONGEST_SHARE) if texts else None,
         checkpointing=checkpointing,
         dtype=options.dtype,
         seed=SEED,

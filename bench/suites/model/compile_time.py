@@ -27,17 +27,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from flexvarlen.bench.suites.model import tables
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES
 from flexvarlen.bench.suites.model.packings import RowCase, rows_of
-from flexvarlen.bench.suites.model.tables import (
-    attention_title,
-    cell,
-    model_title,
-    spread,
-    took,
-    value,
-    where,
-)
 from flexvarlen.env import FA4_FOLDER, FA4_KEEPS
 from flexvarlen.measure import time_interleaved, watch_compilation
 from flexvarlen.measure.timing import wall_seconds
@@ -181,8 +173,12 @@ def measured(case: CompileCase, name: str, part: str, device: torch.device) -> d
         first = wall_seconds(step, device)
     with watch_compilation() as after:
         rest = [wall_seconds(step, device) for _ in range(STEPS_AFTER)]
-    reason = nothing_compiled(stats.compilations, found["how"])
-    if reason is not None:
+    if not stats.compilations:
+        reason = (
+            f"nothing was compiled ({found['how']}), so the steps ran eagerly; accelerate before "
+            "1.15 compiles nothing of a model that was patched first: use a newer one, or "
+            "compile_regions first."
+        )
         return found | {"status": "failed", "reason": reason}
     found |= {
         "compile_wall_s": first - min(rest),
@@ -224,16 +220,6 @@ def compiled(variant: Variant, compiler: str, scope: str) -> tuple[Variant, str]
     return replace(variant, call=torch.compile(variant.model, **settings)), "torch.compile"
 
 
-def nothing_compiled(graphs: int, how: str) -> str | None:
-    """The sentence for steps that ran eagerly though they were to be compiled, else None."""
-    if graphs > 0:
-        return None
-    return (
-        f"nothing was compiled ({how}), so the steps ran eagerly; accelerate before 1.15 compiles "
-        "nothing of a model that was patched first: use a newer one, or compile_regions first."
-    )
-
-
 # --- the table -----------------------------------------------------------------------------------
 
 
@@ -252,13 +238,13 @@ def _table(records: Sequence[Record]) -> Table:
 
     def compiling(part: str, name: str = "compile_wall_s") -> Callable[[Line], str]:
         def text(line: Line) -> str:
-            found = value(line.get(part), name)
-            return cell(line.get(part), None if found is None else f"{found:.1f}", notes)
+            found = tables.value(line.get(part), name)
+            return tables.cell(line.get(part), None if found is None else f"{found:.1f}", notes)
 
         return text
 
     def count(name: str) -> Callable[[Line], str]:
-        return lambda line: str(NOTHING if (x := value(line.get(COLD), name)) is None else x)
+        return lambda line: str(NOTHING if (x := tables.value(line.get(COLD), name)) is None else x)
 
     columns = [
         Column("attention", _attention),
@@ -272,8 +258,8 @@ def _table(records: Sequence[Record]) -> Table:
     ]
     case = records[0].case
     title = (
-        f"{model_title(records[0])}, one row of {case['tokens']:,} tokens, documents of mean "
-        f"{case['mean_doc']:,}; {case['passes']}; {where(records)}"
+        f"{tables.model_title(records[0])}, one row of {case['tokens']:,} tokens, documents of "
+        f"mean {case['mean_doc']:,}; {case['passes']}; {tables.where(records)}"
     )
     return Table.of([line for line in lines if line], columns, title, notes=notes)
 
@@ -283,12 +269,12 @@ def _any(line: Line) -> Record:
 
 
 def _attention(line: Line) -> str:
-    return attention_title(_any(line).case["variant"], took(line.values()))
+    return tables.attention_title(_any(line).case["variant"], tables.took(line.values()))
 
 
 def _step_ms(line: Line) -> str:
     """Older records have their timed steps in a pass of its own, "steady"."""
-    return next((x for r in line.values() if (x := spread(r)) is not None), NOTHING)
+    return next((x for r in line.values() if (x := tables.spread(r)) is not None), NOTHING)
 
 
 SUITE = CompileTime()

@@ -26,31 +26,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from flexvarlen.bench.suites.model.documents import (
-    LONGEST_SHARE,
-    drawn_lengths,
-    source_of,
-    text_lengths,
-)
-from flexvarlen.bench.suites.model.geometries import GeometryCase
+from flexvarlen.bench.suites.model import geometries, recurrences, tables
 from flexvarlen.bench.suites.model.packings import rows_of
-from flexvarlen.bench.suites.model.recurrences import (
-    convolution_of_fla,
-    kernels_of,
-    refusals,
-    untraced,
-)
-from flexvarlen.bench.suites.model.tables import (
-    attention_title,
-    cell,
-    is_ok,
-    model_title,
-    number,
-    spread,
-    took,
-    where,
-    with_ratio,
-)
 from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.recurrent.fla_kernels import let_fla_run
 from flexvarlen.reference.recurrences import CONVOLUTION, DELTA_RULE, Replacements, replaced
@@ -99,7 +76,7 @@ SLOW_S = 6.0
 
 
 @dataclass(frozen=True)
-class HybridCase(GeometryCase):
+class HybridCase(geometries.GeometryCase):
     """One hybrid model on one set of documents.
 
     Attributes:
@@ -130,8 +107,8 @@ class HybridCase(GeometryCase):
     def lengths(self, index: int, files: Sequence[Path] | None) -> list[int]:
         """Tokens of each document of one packing; their sum is `tokens`."""
         if self.mean_doc is None:
-            return text_lengths(self.tokens, self.seed + index, files, self.longest_doc)
-        return drawn_lengths(self.tokens, "log-normal", self.mean_doc, self.seed + index)
+            return geometries.text_lengths(self.tokens, self.seed + index, files, self.longest_doc)
+        return geometries.drawn_lengths(self.tokens, "log-normal", self.mean_doc, self.seed + index)
 
 
 def split_variant(variant: str) -> tuple[str, str, bool]:
@@ -195,9 +172,9 @@ def _case(kind: Kind, options: Options) -> HybridCase:
         geometry="qwen3.5-tiny" if small else "qwen3.5-2b",
         layers=2 if small else LAYERS[kind],
         tokens=tokens,
-        source=source_of(options.text) if texts else "",
+        source=geometries.source_of(options.text) if texts else "",
         mean_doc=None if texts else tokens // (4 if small else 16),
-        longest_doc=tokens // LONGEST_SHARE if texts else None,
+        longest_doc=tokens // geometries.LONGEST_SHARE if texts else None,
         other_packings=0 if kind != "packings" else 2 if small else OTHER_PACKINGS,
         checkpointing=not compiled,
         dtype=options.dtype,
@@ -228,18 +205,20 @@ class HybridSteps(Experiment):
         batching, attention, fla_convolution = split_variant(name)
         let_fla_run()  # transformers' layers too, where fla refuses its own backward
         variant, compiler = self.variant(attention), self.case.compiler
-        functions: Replacements = {DELTA_RULE: untraced} if variant.theirs else {}
+        functions: Replacements = {DELTA_RULE: recurrences.untraced} if variant.theirs else {}
         if fla_convolution:
-            convolve = convolution_of_fla(self.base)
+            convolve = recurrences.convolution_of_fla(self.base)
             functions[CONVOLUTION] = lambda _: convolve
         took = attends(variant, self.row, packed=batching == "packed", compiled=bool(compiler))
         if self.case.kind == "compiled":
             variant.compile_layers(compiler)
         elif compiler:
             variant = variant.compiled(compiler, fullgraph=False)
-        with refusals():
+        with recurrences.refusals():
             checked = self.checked(variant, batching, partial(self.step_with, functions))
-        kernels = kernels_of(self.base, theirs=variant.theirs, fla_convolution=fla_convolution)
+        kernels = recurrences.kernels_of(
+            self.base, theirs=variant.theirs, fla_convolution=fla_convolution
+        )
         ratio = checked.measures["positions"] / self.case.tokens
         checked.measures |= {"attends": took, **kernels, "positions_per_token": ratio}
         checked.conclude = lambda ms: {"tokens_per_s": self.case.tokens / (ms / 1e3)}
@@ -267,47 +246,42 @@ def _table(records: Sequence[Record]) -> Table:
     case = records[0].case
 
     def rate(record: Record) -> str:
-        return with_ratio(record, "tokens_per_s", records, ",.0f") or NOTHING
+        return tables.with_ratio(record, "tokens_per_s", records, ",.0f") or NOTHING
 
     columns = [
         Column("variant", _name),
-        Column("ms (p20–p80)", lambda r: cell(r, spread(r), notes)),
+        Column("ms (p20–p80)", lambda r: tables.cell(r, tables.spread(r), notes)),
         Column("tokens per second", rate),
-        Column("delta rule", lambda r: _kernel(r, "delta_rule")),
-        Column("convolution", lambda r: _kernel(r, "convolution")),
+        Column("delta rule", lambda r: str(r.measures.get("delta_rule", NOTHING))),
+        Column("convolution", lambda r: str(r.measures.get("convolution", NOTHING))),
     ]
     if case["kind"] == "padded":
-        columns.append(number("positions ÷ tokens", "positions_per_token", ".2f"))
+        columns.append(tables.number("positions ÷ tokens", "positions_per_token", ".2f"))
     if case["compiler"]:
         columns += [
-            number("graph breaks", "graph_breaks", ".0f"),
-            number("compile s", "compile_s", ".0f"),
+            tables.number("graph breaks", "graph_breaks", ".0f"),
+            tables.number("compile s", "compile_s", ".0f"),
         ]
     if case["other_packings"]:
         columns.append(Column("recompilations", _recompilations))
     columns += [
-        number("peak GiB", "peak_mib", ".1f", 1 / 1024),
-        number("error ÷ allowed", "error_over_allowed", ".2f"),
+        tables.number("peak GiB", "peak_mib", ".1f", 1 / 1024),
+        tables.number("error ÷ allowed", "error_over_allowed", ".2f"),
     ]
-    wrong = [r for r in records if not is_ok(r)]
-    lines = [*(r for r in records if is_ok(r)), *wrong]
-    return Table.of(lines, columns, _title(records), notes=notes)
+    right_first = sorted(records, key=lambda r: not tables.is_ok(r))
+    return Table.of(right_first, columns, _title(records), notes=notes)
 
 
 def _name(record: Record) -> str:
     batching, attention, fla_convolution = split_variant(record.case["variant"])
-    title = attention_title(attention, took([record]))
+    title = tables.attention_title(attention, tables.took([record]))
     title = title.replace("boundaries from both", "boundaries from cu_seq_lens and seq_idx")
     batch = {PADDED: "padded, ", SORTED: "padded, sorted by length, "}.get(batching, "")
     return f"{batch}{title}{', fla’s convolution' if fla_convolution else ''}"
 
 
-def _kernel(record: Record, name: str) -> str:
-    return str(record.measures.get(name, NOTHING))
-
-
 def _recompilations(record: Record) -> str:
-    if not is_ok(record):
+    if not tables.is_ok(record):
         return NOTHING
     m = record.measures
     return f"{m['recompilations']} in {m['other_packings']} packings"
@@ -328,8 +302,9 @@ def _title(records: Sequence[Record]) -> str:
     lengths = f"log-normal with mean {case['mean_doc']:,}" if case["mean_doc"] else case["source"]
     checkpointed = ", layers checkpointed" if case["checkpointing"] else ""
     return (
-        f"{model_title(records[0])}, {_HOW[case['kind']]} forward and backward{checkpointed}; "
-        f"{case['tokens']:,} tokens in {documents}, lengths {lengths}; {where(records)}"
+        f"{tables.model_title(records[0])}, {_HOW[case['kind']]} forward and "
+        f"backward{checkpointed}; {case['tokens']:,} tokens in {documents}, lengths "
+        f"{lengths}; {tables.where(records)}"
     )
 
 

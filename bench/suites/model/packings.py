@@ -19,22 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from flexvarlen.bench.suites.model.geometries import (
-    GEOMETRIES,
-    GeometryCase,
-    log_normal_lengths,
-)
-from flexvarlen.bench.suites.model.tables import (
-    attention_title,
-    cell,
-    is_ok,
-    model_title,
-    number,
-    spread,
-    to_best,
-    took,
-    where,
-)
+from flexvarlen.bench.suites.model import tables
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase, log_normal_lengths
 from flexvarlen.bench.suites.model.utilisation import attends, utilised
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance, records_alike
@@ -124,7 +110,9 @@ class Packings(Suite[RowCase]):
         return map(packings_table, records_alike(records, ("variant",), of_one_run=True))
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        return [packings_table(own, ON_PAGE) for own in _longest_run(records)]
+        shown = ("attention", "compiled ms (p20–p80)", "graph breaks", "recompilations")
+        found = map(packings_table, _longest_run(records))
+        return [table.only(*shown, notes=table.notes[1:]) for table in found]
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         return [draw(own, folder) for own in _longest_run(records)]
@@ -132,7 +120,7 @@ class Packings(Suite[RowCase]):
 
 def _longest_run(records: Sequence[Record]) -> list[list[Record]]:
     """The run with the most packings and variants, alone in a list; nothing of none."""
-    groups = records_alike([r for r in records if is_ok(r)], ("variant",), of_one_run=True)
+    groups = records_alike([r for r in records if tables.is_ok(r)], ("variant",), of_one_run=True)
     return [max(groups, key=_extent)] if groups else []
 
 
@@ -149,34 +137,25 @@ def check(experiment: Experiment, case: RowCase, name: str) -> CheckedVariant:
 # --- the table and the chart ---------------------------------------------------------------------
 
 
-ON_PAGE = ("attention", "compiled ms (p20–p80)", "graph breaks", "recompilations")
-
-
-def packings_table(records: Sequence[Record], titles: Sequence[str] = ()) -> Table:
-    """One case: variants down; all columns, or those of these titles."""
+def packings_table(records: Sequence[Record]) -> Table:
+    """One case: variants down; the first note is the baseline's error."""
     notes = Notes()
-
     columns = [
         Column("attention", _name),
-        number("eager ms", "eager_ms_p50", ".0f"),
-        Column("compiled ms (p20–p80)", lambda r: cell(r, spread(r), notes)),
+        tables.number("eager ms", "eager_ms_p50", ".0f"),
+        Column("compiled ms (p20–p80)", lambda r: tables.cell(r, tables.spread(r), notes)),
         Column(
             "ratio to the best",
-            lambda r: f"{to_best(r, 'ms_p50', records):.2f}" if is_ok(r) else NOTHING,
+            lambda r: f"{tables.to_best(r, 'ms_p50', records):.2f}" if tables.is_ok(r) else NOTHING,
         ),
-        number("MFU", "mfu", ".0%"),
-        number("graph breaks", "graph_breaks", ".0f"),
+        tables.number("MFU", "mfu", ".0%"),
+        tables.number("graph breaks", "graph_breaks", ".0f"),
         Column("recompilations", lambda r: _recompilations(r, notes)),
-        number("peak GiB", "peak_mib", ".1f", 1 / 1024),
-        number("relative error", "error", ".1e"),
+        tables.number("peak GiB", "peak_mib", ".1f", 1 / 1024),
+        tables.number("relative error", "error", ".1e"),
     ]
-    columns = [column for column in columns if not titles or column.title in titles]
-    done = next((r.measures for r in records if is_ok(r)), None)
-    said = (
-        []
-        if done is None or titles
-        else [f"Error of each document alone: {done['baseline_error']:.1e}."]
-    )
+    done = [r.measures for r in records if tables.is_ok(r)][:1]
+    said = [f"Error of each document alone: {m['baseline_error']:.1e}." for m in done]
     return Table.of(records, columns, _title(records), notes=chain(said, notes))
 
 
@@ -184,17 +163,18 @@ def _title(records: Sequence[Record]) -> str:
     case = records[0].case
     documents = next((r.measures["documents"] for r in records if "documents" in r.measures), "")
     return (
-        f"{model_title(records[0])}, a row of {case['tokens']:,} tokens, {documents} documents, "
-        f"lengths drawn with mean {case['mean_doc']:,}; {case['passes']}; {where(records)}"
+        f"{tables.model_title(records[0])}, a row of {case['tokens']:,} tokens, {documents} "
+        f"documents, lengths drawn with mean {case['mean_doc']:,}; {case['passes']}; "
+        f"{tables.where(records)}"
     )
 
 
 def _name(record: Record) -> str:
-    return attention_title(record.case["variant"], took([record]))
+    return tables.attention_title(record.case["variant"], tables.took([record]))
 
 
 def _recompilations(record: Record, notes: Notes) -> str:
-    if not is_ok(record):
+    if not tables.is_ok(record):
         return NOTHING
     m = record.measures
     if not m.get("other_packings"):
@@ -227,8 +207,9 @@ def draw(records: Sequence[Record], folder: Path) -> Path:
         )
     figure, (left, right) = chart(
         title,
-        f"{model_title(own[0])}, {case['passes']}, {case['dtype']}; a row of {case['tokens']:,} "
-        f"tokens, {own[0].measures['documents']} documents in the packing that is timed. "
+        f"{tables.model_title(own[0])}, {case['passes']}, {case['dtype']}; a row of "
+        f"{case['tokens']:,} tokens, {own[0].measures['documents']} documents in the packing that "
+        "is timed. "
         "Boundaries: a layout (flexvarlen) or position_ids (transformers) unless the label says "
         f"otherwise. {provenance(own)}",
         panels=2,

@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
+from flexvarlen.bench.suites.model import tables
 from flexvarlen.bench.suites.model.geometries import GeometryCase
-from flexvarlen.bench.suites.model.tables import (
-    attention_title,
-    cell,
-    model_title,
-    took,
-    value,
-    where,
-    with_ratio,
-)
 from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.measure import watch_compilation
 from flexvarlen.report.records import Record, grouped, records_alike
@@ -184,14 +176,16 @@ def _table(records: Sequence[Record], variants: Sequence[str]) -> Table:
     def in_mode(mode: str) -> Callable[[str], str]:
         def text(variant: str) -> str:
             record = next((r for r in by_variant[variant] if r.case["mode"] == mode), None)
-            said = cell(record, with_ratio(record, "ms_p50", by_mode.get(mode, []), ".2f"), notes)
-            skipped = value(record, "cudagraph_skips")
+            said = tables.cell(
+                record, tables.with_ratio(record, "ms_p50", by_mode.get(mode, []), ".2f"), notes
+            )
+            skipped = tables.value(record, "cudagraph_skips")
             return said + (f", {skipped} graphs not captured" if skipped else "")
 
         return text
 
     def breaks(variant: str) -> str:
-        most = best([value(r, "graph_breaks") for r in by_variant[variant]], max)
+        most = best([tables.value(r, "graph_breaks") for r in by_variant[variant]], max)
         return NOTHING if most is None else str(most)
 
     columns = [
@@ -202,9 +196,9 @@ def _table(records: Sequence[Record], variants: Sequence[str]) -> Table:
         Column("graph breaks", breaks),
     ]
     title = (
-        f"{model_title(records[0])}, documents of "
+        f"{tables.model_title(records[0])}, documents of "
         f"{', '.join(map(str, records[0].case['documents']))} tokens in one row, forward under "
-        f"no_grad; in parentheses the ratio to the best; {where(records)}"
+        f"no_grad; in parentheses the ratio to the best; {tables.where(records)}"
     )
     shown = [variant for variant in by_variant if variant in variants]
     return Table.of(shown, columns, title, notes=notes)
@@ -212,11 +206,11 @@ def _table(records: Sequence[Record], variants: Sequence[str]) -> Table:
 
 def _name(variant: str, records: Sequence[Record]) -> str:
     """For "auto" with what it took in each mode."""
-    names = took(records)
+    names = tables.took(records)
     if len(names) > 1:
-        found = [r for r in records if took([r])]
+        found = [r for r in records if tables.took([r])]
         names = [f"{r.case['mode']}: {r.measures['attends']}" for r in found]
-    return attention_title(variant, names)
+    return tables.attention_title(variant, names)
 
 
 SUITE = SmallInference()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from flexvarlen.bench.suites.model.geometries import GEOMETRY_TITLES
 from flexvarlen.report.records import Record, commits_of, ran_on
 from flexvarlen.report.table import NOTHING, Column, Notes, best
-from flexvarlen.verify.experiment.marks import THEIRS
+from flexvarlen.verify.experiment.inputs import THEIRS
 
 
 def attention_title(name: str, took: Sequence[str] = ()) -> str:

@@ -200,15 +200,12 @@ class TreeCase(GeometryCase):
         if self.form in ("paths", "agents"):
             return self._filled(paths)
 
-        def split(count: int) -> list[Sequence[Tensor]]:
-            return [paths[first : first + count] for first in range(0, len(paths), count)]
-
-        found = split(1)
-        for count in range(2, self.samples + 1):
+        found: list[Sequence[Tensor]] = []
+        for count in range(1, self.samples + 1):
             if self.kind in STEPS and self.samples % count:
                 continue  # equally many, so that one compiled graph serves all rows
-            rows = split(count)
-            if all(sum(map(len, row)) <= self.max_row_tokens for row in rows):
+            rows = [paths[first : first + count] for first in range(0, len(paths), count)]
+            if not found or all(sum(map(len, row)) <= self.max_row_tokens for row in rows):
                 found = rows
         return found
 

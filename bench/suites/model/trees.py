@@ -15,15 +15,7 @@ from functools import partial
 from typing import ClassVar
 
 from flexvarlen.bench.suites.attention.tables import PACKAGES
-from flexvarlen.bench.suites.model.tables import (
-    cell,
-    model_title,
-    number,
-    spread,
-    took,
-    value,
-    where,
-)
+from flexvarlen.bench.suites.model import tables
 from flexvarlen.bench.suites.model.tree_cases import (
     REPEATED,
     SEGMENTS,
@@ -35,10 +27,10 @@ from flexvarlen.bench.suites.model.tree_cases import (
     TreeCase,
 )
 from flexvarlen.bench.suites.model.tree_runs import TreeSteps, measure_trees, split_variant
-from flexvarlen.report.records import Record, by_machine, commits_of, ran_on, records_alike
+from flexvarlen.report.records import Record, by_machine, commits_of, grouped, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Findings, Options, Suite
-from flexvarlen.verify.experiment.marks import THEIRS
+from flexvarlen.verify.experiment.inputs import THEIRS
 from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
 
 ROW_TOKENS, QUICK_TOKENS = 32_768, 128
@@ -49,12 +41,13 @@ SHAPES: tuple[Shape, ...] = (
     ((1, 2048), (4, 512), (4, 256)),
 )
 QUICK_SHAPES: tuple[Shape, ...] = (((1, 24), (4, 8)), ((1, 16), (2, 8), (2, 8)))
-AGENTS: Shape = ((1, 3000), (12, 375))
-QUICK_AGENTS: Shape = ((1, 24), (4, 15))
-PATHS: Shape = ((1, 1500), (2, 500), (2, 500), (4, 500))
-QUICK_PATHS: Shape = ((1, 16), (2, 8), (2, 8), (2, 8))
-CHAIN: Shape = ((1, 800), (1, 600))
-QUICK_CHAIN: Shape = ((1, 8), (1, 6))
+AGENTS: tuple[Shape, Shape] = ((1, 3000), (12, 375)), ((1, 24), (4, 15))
+PATHS: tuple[Shape, Shape] = (
+    ((1, 1500), (2, 500), (2, 500), (4, 500)),
+    ((1, 16), (2, 8), (2, 8), (2, 8)),
+)
+CHAIN: tuple[Shape, Shape] = ((1, 800), (1, 600)), ((1, 8), (1, 6))
+"""Shapes of the other forms, and quick ones."""
 GROUPS: dict[Form, int] = {"agents": 8, "chain": 12}
 QUICK_GROUPS: dict[Form, int] = {"agents": 2, "chain": 4}
 DENSE, HYBRID = "qwen3-1.7b", "qwen3.5-2b"
@@ -70,20 +63,26 @@ class Trees(Suite[TreeCase]):
     name: ClassVar[str] = "trees"
 
     def cases(self, options: Options) -> Sequence[TreeCase]:
-        shapes = QUICK_SHAPES if options.is_small else SHAPES
+        small = options.is_small
+        shapes, few = (QUICK_SHAPES, QUICK_SHAPES[:1]) if small else (SHAPES, SHAPES[:2])
+        dense, hybrid = (partial(_case, options=options, geometry=x) for x in (DENSE, HYBRID))
         return [
-            *(_case("attention", levels, options) for levels in shapes),
-            *(_case(kind, levels, options) for kind in STEPS for levels in shapes),
-            _case("eager", QUICK_AGENTS if options.is_small else AGENTS, options, form="agents"),
-            _case("eager", QUICK_PATHS if options.is_small else PATHS, options, form="paths"),
-            *_hybrids(options),
+            *(dense("attention", levels) for levels in shapes),
+            *(dense(kind, levels) for kind in STEPS for levels in shapes),
+            dense("eager", AGENTS[small], form="agents"),
+            dense("eager", PATHS[small], form="paths"),
+            *(hybrid("eager", levels) for levels in few),
+            *(hybrid("compiled", levels) for levels in few),
+            *(hybrid("eager", levels, form="ragged") for levels in few),
+            hybrid("eager", CHAIN[small], form="chain"),
         ]
 
     def variants(self, case: TreeCase, options: Options) -> Sequence[str]:
         if case.kind in STEPS:
             names = ["auto", f"{SEGMENTS if case.form == 'chain' else REPEATED}auto"]
             if case.form in ("agents", "paths"):
-                names.append(REPEATED + _theirs(options))
+                fast = "flash_attention_3@cu_seq_lens" if options.on_gpu else "sdpa"
+                names.append(REPEATED + THEIRS + fast)
             return names
         kernel = _kernel(options)
         others = ("fa2", "varlen", "fa4", "flex", "flex_fa4") if options.on_gpu else ("reference",)
@@ -110,11 +109,8 @@ class Trees(Suite[TreeCase]):
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
         """Of each machine and model."""
-        found = []
-        for own in by_machine(records):
-            for geometry in dict.fromkeys(r.case["geometry"] for r in own):
-                found.append(_page_table([r for r in own if r.case["geometry"] == geometry]))
-        return [table for table in found if table.lines]
+        models = [g for own in by_machine(records) for g in grouped(own, "geometry").values()]
+        return [table for table in map(_page_table, models) if table.lines]
 
 
 def _kernel(options: Options) -> str:
@@ -122,31 +118,8 @@ def _kernel(options: Options) -> str:
     return "fa3" if options.on_gpu else "sdpa"
 
 
-def _theirs(options: Options) -> str:
-    """transformers' own attention, in its fast form."""
-    kernel = "flash_attention_3@cu_seq_lens" if options.on_gpu else "sdpa"
-    return THEIRS + kernel
-
-
-def _hybrids(options: Options) -> list[TreeCase]:
-    """Steps of a model with recurrent layers."""
-    shapes = QUICK_SHAPES[:1] if options.is_small else SHAPES[:2]
-    step = partial(_case, options=options, geometry=HYBRID)
-    return [
-        *(step("eager", levels) for levels in shapes),
-        *(step("compiled", levels) for levels in shapes),
-        *(step("eager", levels, form="ragged") for levels in shapes),
-        step("eager", QUICK_CHAIN if options.is_small else CHAIN, form="chain"),
-    ]
-
-
 def _case(
-    kind: Kind,
-    levels: Shape,
-    options: Options,
-    *,
-    geometry: str = DENSE,
-    form: Form = "equal",
+    kind: Kind, levels: Shape, options: Options, *, geometry: str, form: Form = "equal"
 ) -> TreeCase:
     small, compiled = options.is_small, kind == "compiled"
     tokens = QUICK_TOKENS if small else ROW_TOKENS
@@ -176,7 +149,7 @@ def _table(records: Sequence[Record]) -> Table:
     notes = Notes()
 
     def ms(title: str, name: str, digits: int) -> Column:
-        return Column(title, lambda r: cell(r, spread(r, digits, name), notes))
+        return Column(title, lambda r: tables.cell(r, tables.spread(r, digits, name), notes))
 
     times = [ms("ms (p20–p80)", "ms", 0)]
     if records[0].case["kind"] not in STEPS:
@@ -187,20 +160,20 @@ def _table(records: Sequence[Record]) -> Table:
         Column("trees", _shape),
         Column("variant", _variant),
         *times,
-        number("TFLOP", "tflop", ".2f"),
-        number("TFLOP/s", "tflops", ".0f"),
-        number("× ideal", "times_ideal", ".2f"),
-        number("samples per second", "samples_per_s", ",.1f"),
-        Column("speedup", lambda r: _speedup(r, records)),
+        tables.number("TFLOP", "tflop", ".2f"),
+        tables.number("TFLOP/s", "tflops", ".0f"),
+        tables.number("× ideal", "times_ideal", ".2f"),
+        tables.number("samples per second", "samples_per_s", ",.1f"),
+        Column("speedup", lambda r: _ratio(_rate(r), _rate(_repeated(r, records)))),
         _over_transformers(records),
         *_without_head(records),
-        number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
-        number("tokens of a row", "row_tokens", ",.0f"),
-        number("ms to find the trees", "prefixes_ms", ".0f"),
-        *([number("peak GiB", "peak_mib", ".1f", 1 / 1024)] if has_equal_rows else []),
-        number("error ÷ allowed", "error_over_allowed", ".2f"),
-        number("graph breaks", "graph_breaks", ".0f"),
-        number("recompilations", "recompilations", ".0f"),
+        tables.number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
+        tables.number("tokens of a row", "row_tokens", ",.0f"),
+        tables.number("ms to find the trees", "prefixes_ms", ".0f"),
+        *([tables.number("peak GiB", "peak_mib", ".1f", 1 / 1024)] if has_equal_rows else []),
+        tables.number("error ÷ allowed", "error_over_allowed", ".2f"),
+        tables.number("graph breaks", "graph_breaks", ".0f"),
+        tables.number("recompilations", "recompilations", ".0f"),
     ]
     return Table.of(records, columns, _title(records), notes=notes)
 
@@ -210,7 +183,7 @@ def _page_table(records: Sequence[Record]) -> Table:
     found = {(r.case["kind"], _levels(r), r.case["variant"]): r for r in records}
 
     def of(record: Record, kind: Kind, variant: str, name: str) -> float | None:
-        return value(found.get((kind, _levels(record), variant)), name)
+        return tables.value(found.get((kind, _levels(record), variant)), name)
 
     def gain(kind: Kind) -> Column:
         def cell(record: Record) -> str:
@@ -231,17 +204,19 @@ def _page_table(records: Sequence[Record]) -> Table:
     eager = [r for r in records if r.case["kind"] == "eager"]
     columns = [
         Column("trees", _shape),
-        number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
+        tables.number("repeated tokens ÷ tokens", "token_ratio", ".2f"),
         gain("eager"),
         _over_transformers(eager),
-        number("ms to find the trees", "prefixes_ms", ".0f"),
+        tables.number("ms to find the trees", "prefixes_ms", ".0f"),
         *_without_head(eager),
         gain("compiled"),
         Column("peak GiB of one tree in a row, repeated → shared", peak),
         Column("time ÷ its segments as documents", to_segments),
     ]
     shared = [found[key] for key in found if key[0] == "eager" and key[2] == "auto"]
-    title = f"{model_title(records[0])}, forward and backward, `auto`; {where(records)}"
+    title = (
+        f"{tables.model_title(records[0])}, forward and backward, `auto`; {tables.where(records)}"
+    )
     return Table.of(shared, columns, title)
 
 
@@ -263,14 +238,12 @@ def _shape(record: Record) -> str:
 
 
 def _variant(record: Record) -> str:
-    taken = ", ".join(took([record])) or record.measures.get("forward_resolved", "")
+    taken = ", ".join(tables.took([record])) or record.measures.get("forward_resolved", "")
     return f"`{record.case['variant']}`" + (f" ({taken})" if taken else "")
 
 
-def _speedup(record: Record, records: Sequence[Record]) -> str:
-    """Of a step over the same samples repeated."""
-    repeated = _repeated(record, records)
-    return _ratio(value(record, "samples_per_s"), value(repeated, "samples_per_s"))
+def _rate(record: Record | None) -> float | None:
+    return tables.value(record, "samples_per_s")
 
 
 def _repeated(record: Record, records: Sequence[Record]) -> Record | None:
@@ -282,14 +255,12 @@ def _repeated(record: Record, records: Sequence[Record]) -> Record | None:
 def _over_transformers(records: Sequence[Record]) -> Column:
     """The speedup over transformers' own attention on the same samples repeated."""
     rates = {
-        _shape(r): value(r, "samples_per_s")
-        for r in records
-        if r.case["variant"].startswith(REPEATED + THEIRS)
+        _shape(r): _rate(r) for r in records if r.case["variant"].startswith(REPEATED + THEIRS)
     }
 
     def speedup(record: Record) -> str:
         theirs = rates.get(_shape(record)) if record.case["variant"] == "auto" else None
-        return _ratio(value(record, "samples_per_s"), theirs)
+        return _ratio(_rate(record), theirs)
 
     return Column("speedup over transformers", speedup)
 
@@ -298,13 +269,13 @@ def _without_head(records: Sequence[Record]) -> list[Column]:
     """The speedup of steps without their losses."""
 
     def base_ms(record: Record | None) -> float | None:
-        step, head = value(record, "ms_p50"), value(record, "head_ms")
+        step, head = tables.value(record, "ms_p50"), tables.value(record, "head_ms")
         return None if step is None or head is None else step - head
 
     def speedup(record: Record) -> str:
         return _ratio(base_ms(_repeated(record, records)), base_ms(record))
 
-    return [number("loss ms", "head_ms", ".0f"), Column("speedup without loss", speedup)]
+    return [tables.number("loss ms", "head_ms", ".0f"), Column("speedup without loss", speedup)]
 
 
 def _ratio(shared: float | None, repeated: float | None) -> str:
@@ -322,7 +293,7 @@ _WHAT = {
 def _title(records: Sequence[Record]) -> str:
     case = records[0].case
     heads, kv_heads, head_dim = case["heads"]
-    of = model_title(records[0])
+    of = tables.model_title(records[0])
     if case["kind"] not in STEPS:
         of = f"{heads} query and {kv_heads} KV heads of {head_dim}"
     ran = f"{ran_on(records[0].environment, ('transformers', *PACKAGES))}{commits_of(records)}"

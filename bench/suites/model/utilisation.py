@@ -10,7 +10,8 @@ attention's pairs of query and key, causal and within a document.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -141,3 +142,8 @@ def taken_by_auto(
         decision = decision_for(call, sizes(mask), mask, compiled=compiled)
         found[kind.layer_type] = decision.backend
     return ", ".join(dict.fromkeys(found.values()))
+
+
+def taken_for(model: PreTrainedModel, batch: Mapping[str, Any], dtype: torch.dtype) -> str:
+    """The kernel that "auto" takes for a packed batch."""
+    return taken_by_auto(model, batch["packed_layout"].to(model.device), dtype)

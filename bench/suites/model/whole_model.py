@@ -21,22 +21,13 @@ from typing import ClassVar
 
 import torch
 
+from flexvarlen.bench.suites.model import tables
 from flexvarlen.bench.suites.model.cases import (
     WHOLE,
     ModelCase,
     cases_of,
     split_variant,
     variants_of,
-)
-from flexvarlen.bench.suites.model.tables import (
-    attention_title,
-    cell,
-    is_ok,
-    model_title,
-    took,
-    value,
-    where,
-    with_ratio,
 )
 from flexvarlen.bench.suites.model.utilisation import attends, utilised
 from flexvarlen.report.figure import chart, lines, save
@@ -84,7 +75,7 @@ class Model(Suite[ModelCase]):
 def _of_texts(records: Sequence[Record]) -> list[Record]:
     """Those of eager steps of documents of texts that are right."""
     case = {"mode": "eager", "documents": "text"}
-    return [r for r in records if is_ok(r) and case.items() <= r.case.items()]
+    return [r for r in records if tables.is_ok(r) and case.items() <= r.case.items()]
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -151,7 +142,7 @@ def _step_of(record: Record) -> Step:
 
 def training_table(records: Sequence[Record]) -> Table:
     """One model's tokens per second: variants down, contexts across."""
-    notes = Notes()
+    notes, by_variant = Notes(), grouped(records, "variant")
     found = {(r.case["variant"], _step_of(r)): r for r in records}
     steps = sorted({step for _, step in found}, key=lambda step: (step[1], step[0]))
     in_memory = _measured_by_most(records)
@@ -159,22 +150,29 @@ def training_table(records: Sequence[Record]) -> Table:
     def rate(variant: str, step: Step) -> str:
         record = found.get((variant, step))
         others = [r for (_, other), r in found.items() if other == step]
-        return cell(record, with_ratio(record, "tokens_per_s", others, ",.0f"), notes)
+        return tables.cell(record, tables.with_ratio(record, "tokens_per_s", others, ",.0f"), notes)
 
     def peak(variant: str) -> str:
-        mib = value(found.get((variant, in_memory)), "peak_mib")
+        mib = tables.value(found.get((variant, in_memory)), "peak_mib")
         return NOTHING if mib is None else f"{mib / 1024:.1f}"
 
     columns = [
-        *_name_columns(records),
+        Column("batch", lambda v: split_variant(v)[0]),
+        Column(
+            "attention",
+            lambda v: tables.attention_title(split_variant(v)[1], tables.took(by_variant[v])),
+        ),
         *(Column(f"{step[0]:,}{step[1]}", partial(rate, step=step)) for step in steps),
         Column(f"peak GiB at {in_memory[0]:,}", peak),
     ]
     title = (
-        f"{model_title(records[0])}, training ({records[0].case['step']}): tokens per second by "
-        f"the tokens per step, in parentheses the ratio to the best; {where(records)}"
+        f"{tables.model_title(records[0])}, training ({records[0].case['step']}): tokens per "
+        f"second by the tokens per step, in parentheses the ratio to the best; "
+        f"{tables.where(records)}"
     )
-    return Table.of(_variants(records), columns, title, notes=chain([_errors_of(records)], notes))
+    # Packed, padded, one by one; within each, in the order of the records.
+    variants = sorted(by_variant, key=lambda name: BATCHINGS.index(split_variant(name)[0]))
+    return Table.of(variants, columns, title, notes=chain([_errors_of(records)], notes))
 
 
 def gains_table(records: Sequence[Record]) -> Table:
@@ -183,7 +181,9 @@ def gains_table(records: Sequence[Record]) -> Table:
     for record in records:
         batching, attention = split_variant(record.case["variant"])
         rate = record.measures["tokens_per_s"]
-        rates = best.setdefault((model_title(record).partition(",")[0], record.case["tokens"]), {})
+        rates = best.setdefault(
+            (tables.model_title(record).partition(",")[0], record.case["tokens"]), {}
+        )
         for name in (batching, f"{batching}:{attention.partition(':')[0]}"):
             rates[name] = max(rate, rates.get(name, 0.0))
 
@@ -205,36 +205,21 @@ def gains_table(records: Sequence[Record]) -> Table:
     ]
     title = (
         f"Training ({records[0].case['step']}): tokens per second with packed rows and `auto`, and "
-        f"over that of the fastest other attention; {where(records)}"
+        f"over that of the fastest other attention; {tables.where(records)}"
     )
     return Table.of((x for x in sorted(best) if "packed:auto" in best[x]), columns, title)
 
 
 def _measured_by_most(records: Sequence[Record]) -> Step:
     """The longest step in which most variants ran, so that their memory can be compared."""
-    counts = Counter(_step_of(r) for r in records if is_ok(r))
+    counts = Counter(_step_of(r) for r in records if tables.is_ok(r))
     most = max(counts.values(), default=0)
     steps = [step for step, count in counts.items() if 4 * count >= 3 * most]
     return max(steps, default=_step_of(records[0]), key=lambda step: (not step[1], step[0]))
 
 
-def _name_columns(records: Sequence[Record]) -> list[Column]:
-    """How a variant batches, and its attention."""
-    by_variant = grouped(records, "variant")
-    return [
-        Column("batch", lambda v: split_variant(v)[0]),
-        Column("attention", lambda v: attention_title(split_variant(v)[1], took(by_variant[v]))),
-    ]
-
-
-def _variants(records: Sequence[Record]) -> list[str]:
-    """Packed, padded, one by one; within each, in the order of the records."""
-    found = dict.fromkeys(r.case["variant"] for r in records)
-    return sorted(found, key=lambda name: BATCHINGS.index(split_variant(name)[0]))
-
-
 def _errors_of(records: Sequence[Record]) -> str:
-    done = [r.measures for r in records if is_ok(r)]
+    done = [r.measures for r in records if tables.is_ok(r)]
     if not done:
         return ""
     worst = {
@@ -276,8 +261,8 @@ def draw(records: Sequence[Record], folder: Path) -> Path:
     series = {name: points for name, points in series.items() if points}
     figure, (axes,) = chart(
         _finding(series),
-        f"{model_title(records[0])}, documents of texts, {records[0].case['dtype']}, eager. Other "
-        f"batches: with the fastest attention measured at each size. {provenance(records)}",
+        f"{tables.model_title(records[0])}, documents of texts, {records[0].case['dtype']}, eager. "
+        f"Other batches: with the fastest attention measured at each size. {provenance(records)}",
     )
     lines(
         axes,

@@ -32,14 +32,13 @@ from transformers.optimization import get_cosine_schedule_with_warmup
 
 import flexvarlen as fv
 from flexvarlen.bench.suites import FrozenCase
+from flexvarlen.bench.suites.model.utilisation import taken_for
 from flexvarlen.bench.suites.training import convergence_tables, texts
-from flexvarlen.bench.suites.training.batches import Inputs, pack, pad, taken_for
 from flexvarlen.bench.suites.training.convergence_tables import PADDED, UNPATCHED
-from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
-from flexvarlen.bench.suites.training.texts import Document
+from flexvarlen.bench.suites.training.trainer import check_first_step, first_step_alone
 from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.measure.timing import synchronize
-from flexvarlen.report.records import Record
+from flexvarlen.report.records import Record, records_alike
 from flexvarlen.report.table import Table
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
@@ -102,7 +101,7 @@ class ConvergenceCase(FrozenCase):
         dtype: torch.dtype = getattr(torch, self.dtype)
         return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
-    def rows(self) -> list[list[Document]]:
+    def rows(self) -> list[list[texts.Document]]:
         """The documents of each step: all rows in random order before any comes again."""
         rows = _rows(self.vocabulary, self.longest, self.tokens)
         rng = random.Random(self.seed)
@@ -113,7 +112,7 @@ class ConvergenceCase(FrozenCase):
 
 
 @cache
-def _rows(vocabulary: int, longest: int, tokens: int) -> list[list[Document]]:
+def _rows(vocabulary: int, longest: int, tokens: int) -> list[list[texts.Document]]:
     every = texts.topics() + texts.docstrings()
     found = texts.document_ids(every, vocabulary, longest=longest, fewest=FEWEST_TOKENS)
     return texts.packed_rows(found, tokens)
@@ -151,16 +150,15 @@ class Convergence(Suite[ConvergenceCase]):
         return measure_each(case.name, variants, train, options.device)
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        return map(convergence_tables.table, convergence_tables.groups_of(records))
+        return map(convergence_tables.table, records_alike(records, ("variant", "seed")))
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
         shown = ("run", "verdict", "seeds", "final loss", "difference")
         return [table.only(*shown) for table in self.tables(records)]
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        largest = max(convergence_tables.groups_of(records), key=len)
-        drawn = convergence_tables.draw(largest, folder)
-        return [] if drawn is None else [drawn]
+        largest = max(records_alike(records, ("variant", "seed")), key=len)
+        return convergence_tables.draw(largest, folder)
 
 
 class Training:
@@ -174,14 +172,14 @@ class Training:
         self,
         case: ConvergenceCase,
         variant: str,
-        rows: Sequence[Sequence[Document]],
+        rows: Sequence[Sequence[texts.Document]],
         device: torch.device,
     ) -> None:
         self.case, self.variant, self.rows, self.device = case, variant, rows, device
         self.model = case.new_model(device)
         if variant not in (PADDED, UNPATCHED):
             fv.patch_model(self.model, variant)
-        self.collate = pad if variant == PADDED else pack(case.tokens, rows)
+        self.collate = texts.pad if variant == PADDED else texts.pack(case.tokens, rows)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             case.learning_rate,
@@ -195,7 +193,7 @@ class Training:
         self.batches = [self.batch(row) for row in rows]
         self.losses: list[Tensor] = []
 
-    def batch(self, documents: Sequence[Document]) -> Inputs:
+    def batch(self, documents: Sequence[texts.Document]) -> texts.Inputs:
         """Keyword arguments of a forward, on the host."""
         batch = self.collate(documents)
         if self.variant == UNPATCHED:

@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexvarlen.report.figure import LEGEND, chart, lines, save
-from flexvarlen.report.records import (
-    Record,
-    commit_of,
-    commits_of,
-    grouped,
-    provenance,
-    ran_on,
-    records_alike,
-)
+from flexvarlen.report.records import Record, commit_of, commits_of, grouped, provenance, ran_on
 from flexvarlen.report.table import NOTHING, Column, Table
 from flexvarlen.verify.experiment.seed_noise import (
     BEYOND,
@@ -103,11 +95,6 @@ def _outcome(name: str, records: Sequence[Record], baseline: dict[int, Record]) 
 
 
 # --- the table -----------------------------------------------------------------------------------
-
-
-def groups_of(records: Sequence[Record]) -> list[list[Record]]:
-    """Trainings that differ in the variant and the seed alone, on machines of one kind."""
-    return records_alike(records, ("variant", "seed"))
 
 
 def _run(each: TrainingOutcome) -> str:
@@ -210,14 +197,14 @@ DRAWN = ("auto", "fa3", "fa4", "fa2", "varlen", "flex", "sdpa")
 POINTS = 20  # of a line
 
 
-def draw(records: Sequence[Record], folder: Path) -> Path | None:
-    """How far the losses are from the padded runs'; None without 3 of those and runs to compare."""
+def draw(records: Sequence[Record], folder: Path) -> list[Path]:
+    """How far the losses are from the padded runs'; none without 3 of those and runs to compare."""
     found = {each.variant: each for each in outcomes(records) if each.runs}
     drawn, leak = {x: found[x] for x in DRAWN if x in found}, found.get(UNPATCHED)
     padded = found[PADDED].runs if PADDED in found else {}
     noise = noise_of(padded)
     if noise.sigma is None or not drawn or leak is None:
-        return None
+        return []
     curves = {seed: _curve(r) for seed, r in padded.items()}
     within = sum(each.verdict == WITHIN for each in drawn.values())
     case, parameters = records[0].case, next(iter(leak.runs.values())).measures["parameters"]
@@ -247,7 +234,7 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
         )
     handles = [axes.get_legend_handles_labels() for axes in panels]
     panels[1].legend(*(a + b for a, b in zip(*handles, strict=True)), **LEGEND)
-    return save(figure, folder / "convergence.png")
+    return [save(figure, folder / "convergence.png")]
 
 
 def _curve(record: Record) -> dict[float, float]:

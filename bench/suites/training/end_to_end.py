@@ -27,35 +27,26 @@ from typing import Any, ClassVar
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PrinterCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import GeometryCase
-from flexvarlen.bench.suites.model.utilisation import utilised
+from flexvarlen.bench.suites.model.utilisation import taken_for, utilised
 from flexvarlen.bench.suites.training import end_to_end_tables, texts
-from flexvarlen.bench.suites.training.batches import (
-    Collate,
-    flatten,
-    pack,
-    pad,
-    padded_batches,
-    taken_for,
-)
 from flexvarlen.bench.suites.training.end_to_end_tables import KEPT, parts_of
-from flexvarlen.bench.suites.training.first_step import check_first_step, first_step_alone
-from flexvarlen.bench.suites.training.texts import Document
-from flexvarlen.bench.suites.training.trainer import CheckedTrainer, Clock, fresh_accelerate
+from flexvarlen.bench.suites.training.trainer import (
+    CheckedTrainer,
+    Clock,
+    check_first_step,
+    first_step_alone,
+    fresh_accelerate,
+)
 from flexvarlen.measure import CompileStats, memory_meaning, summarize, watch_compilation
 from flexvarlen.report.records import Record
 from flexvarlen.report.table import Table
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
-from flexvarlen.verify.experiment.marks import THEIRS
+from flexvarlen.verify.experiment.inputs import THEIRS
 from flexvarlen.verify.experiment.step import checkpoint_layers
 from flexvarlen.verify.experiment.variant import set_transformers
 
@@ -110,7 +101,7 @@ class TrainerCase(GeometryCase):
     def name(self) -> str:
         return f"{self.geometry}-{self.mode}"
 
-    def documents(self) -> list[list[Document]]:
+    def documents(self) -> list[list[texts.Document]]:
         """Of each step."""
         topics = texts.topic_ids(self.vocab_size, self.longest)
         return texts.full_rows(topics, self.tokens, self.warmup + self.steps, self.seed)
@@ -161,8 +152,7 @@ class EndToEnd(Suite[TrainerCase]):
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         groups = end_to_end_tables.groups_of(records)
-        drawn = [end_to_end_tables.draw(group, folder) for group in groups]
-        return [path for path in drawn if path is not None]
+        return [path for group in groups for path in end_to_end_tables.draw(group, folder)]
 
 
 class _TrainerCase:
@@ -206,7 +196,7 @@ class _TrainerCase:
         ((measures, reason),) = checked
         if reason is not None:
             return Finding(variant, "wrong", reason, measures)
-        batch = pack(case.tokens, self.steps)(self.steps[0])
+        batch = texts.pack(case.tokens, self.steps)(self.steps[0])
         attends = taken_for(model, batch, self.dtype) if attention == "auto" else None
         measures |= {"attends": attends}
         return Finding(
@@ -225,18 +215,18 @@ class _TrainerCase:
             checkpoint_layers(model, contexts if kept else None)
         return model
 
-    def batches(self, variant: str) -> tuple[list[list[list[Document]]], Collate]:
+    def batches(self, variant: str) -> tuple[list[list[list[texts.Document]]], texts.Collate]:
         """Each step's groups of documents, and what makes a batch of one."""
         batching, attention, _ = parts_of(variant)
         if batching == "packed":
             whole = [[documents] for documents in self.steps]
             if attention.startswith(THEIRS):
-                return whole, flatten(flash="flash" in attention)
-            return whole, pack(self.case.tokens, self.steps)
+                return whole, texts.flatten(flash="flash" in attention)
+            return whole, texts.pack(self.case.tokens, self.steps)
         steps = self.steps
         if batching == "padded-sorted":
             steps = [sorted(documents, key=len, reverse=True) for documents in steps]
-        return padded_batches(steps, self.case.tokens), pad
+        return texts.padded_batches(steps, self.case.tokens), texts.pad
 
     def arguments(self, folder: str, batches: int) -> TrainingArguments:
         on_gpu = self.options.on_gpu
@@ -267,7 +257,7 @@ class _TrainerCase:
         variant: str,
         model: PreTrainedModel,
         clock: Clock,
-        groups: list[list[list[Document]]],
+        groups: list[list[list[texts.Document]]],
         stats: CompileStats,
     ) -> dict[str, Any]:
         """What the timed steps gave."""

@@ -39,11 +39,6 @@ def _shown(record: Record, quote: str = "") -> str:
     return f"{batching}, {name}" + (", attention outputs saved" if kept else "")
 
 
-def _compiling(r: Record) -> str:
-    steps = r.measures["steps_compiling"]
-    return f"{steps} of {r.case['steps']}" if steps else "0"
-
-
 COLUMNS = (
     Column("batch, attention", partial(_shown, quote="`")),
     number("tokens/s", "tokens_per_s", ",.0f", outcome=True),
@@ -56,7 +51,10 @@ COLUMNS = (
         "graph breaks",
         lambda r: str(r.measures["graph_breaks"]) * (r.case["mode"] == "compiled"),
     ),
-    made("steps with recompilation", _compiling),
+    made(
+        "steps with recompilation",
+        lambda r: f"{n} of {r.case['steps']}" if (n := r.measures["steps_compiling"]) else "0",
+    ),
 )
 
 
@@ -83,11 +81,8 @@ def table(records: Sequence[Record]) -> Table:
         ]
         notes[0] += f" The first step's largest relative errors: {', '.join(errors)}."
     columns = [*COLUMNS, made("`auto` speedup over this variant", ratio)]
-    return Table.of(records, columns, _title(records), notes=notes)
-
-
-def _title(records: Sequence[Record]) -> str:
-    return f"{_what(records)}; {ran_on(records[0].environment)}{commits_of(records)}"
+    title = f"{_what(records)}; {ran_on(records[0].environment)}{commits_of(records)}"
+    return Table.of(records, columns, title, notes=notes)
 
 
 def _what(records: Sequence[Record]) -> str:
@@ -101,12 +96,12 @@ def _what(records: Sequence[Record]) -> str:
     )
 
 
-def draw(records: Sequence[Record], folder: Path) -> Path | None:
+def draw(records: Sequence[Record], folder: Path) -> list[Path]:
     """Tokens a second of one group: flexvarlen's auto beside transformers' own."""
     found = [r for r in records if r.status == "ok" and not r.case["variant"].endswith(KEPT)]
     speed = {r.case["variant"]: r.measures["tokens_per_s"] for r in found}
     if OURS not in speed or len(speed) < 2:
-        return None
+        return []
     case = found[0].case
     missing = [r for r in records if r.status != "ok"]
     left_out = "".join(f" {_shown(r)}: {r.status}." for r in missing)
@@ -123,7 +118,7 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
         colors=[style_of(parts_of(r.case["variant"])[1]).color for r in found],
         texts=[f"{value:,.0f}" for value in speed.values()],
     )
-    return save(figure, folder / f"end-to-end-{case['mode']}.png")
+    return [save(figure, folder / f"end-to-end-{case['mode']}.png")]
 
 
 def _finding(speed: dict[str, float], mode: str) -> str:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.utilisation import taken_by_auto
@@ -60,12 +60,7 @@ from flexvarlen.reference.recurrences import plain_recurrences
 from flexvarlen.report.records import Record
 from flexvarlen.report.table import Table
 from flexvarlen.runner.suite import Findings, Options, Suite, require_known
-from flexvarlen.verify.experiment.alone import (
-    Errors,
-    both_relative,
-    over_allowed,
-    why_one_is_wrong,
-)
+from flexvarlen.verify.experiment.alone import Errors, both_relative, over_allowed, why_one_is_wrong
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
 from flexvarlen.verify.experiment.step import checkpoint_layers, free
 from flexvarlen.verify.experiment.variant import own_backend, set_transformers
@@ -214,34 +209,30 @@ class _Run:
         }
         return self.task.trainer(copies[0], copies[1] if len(copies) > 1 else None, settings)
 
-    def outcome(self, trainer: Any, call: Callable[..., Any], batch: Batch) -> _Outcome:
-        """One forward and backward; the gradients are the parameters' own."""
+    def outcome(self, trainer: Any, call: Callable[..., Any], *batches: Batch) -> _Outcome:
+        """Forward and backward of each batch; the gradients are the parameters' own."""
         trainer.model.zero_grad(set_to_none=True)
-        loss: Tensor = trainer.compute_loss(call, dict(batch))
-        loss.backward()  # type: ignore[no-untyped-call]
-        return _Outcome(float(loss.detach()), _gradients(trainer.model))
+        sum_of_losses = 0.0
+        for batch in batches:
+            loss: Tensor = trainer.compute_loss(call, dict(batch))
+            loss.backward()  # type: ignore[no-untyped-call]
+            sum_of_losses += float(loss.detach())
+        parameters = trainer.model.named_parameters()
+        return _Outcome(sum_of_losses, {n: p.grad for n, p in parameters if p.grad is not None})
 
     def in_plain_torch(self, trainer: Any) -> _Outcome:
         """What the first batch gives, layers checkpointed; of a large batch group after group."""
         checkpoint_layers(trainer.model)
-        batch, rows = self.batches[0], self.case.samples
-        step = self.case.group if self.case.checkpointing else rows
-        loss = 0.0
-        trainer.model.zero_grad(set_to_none=True)
+        parts = [self.batches[0]]
+        if self.case.checkpointing:
+            # GRPO divides by num_items_in_batch, so that the groups' losses add up
+            size, batch = self.case.group, parts[0]
+            parts = [
+                {name: x[first : first + size] if x.ndim else x for name, x in batch.items()}
+                for first in range(0, self.case.samples, size)
+            ]
         with plain_recurrences(trainer.model):
-            for first in range(0, rows, step):
-                # GRPO divides by num_items_in_batch, so that the groups' losses add up
-                part = (
-                    batch
-                    if step == rows
-                    else {
-                        name: x[first : first + step] if x.ndim else x for name, x in batch.items()
-                    }
-                )
-                found: Tensor = trainer.compute_loss(trainer.model, dict(part))
-                found.backward()  # type: ignore[no-untyped-call]
-                loss += float(found.detach())
-        return _Outcome(loss, _gradients(trainer.model))
+            return self.outcome(trainer, trainer.model, *parts)
 
     def _reference(self) -> _Outcome:
         """The padded run in fp32, its gradients on the host."""
@@ -276,7 +267,9 @@ class _Run:
             "compile_s": stats.compile_s,
         }
         step = partial(self.step, trainer, call, itertools.cycle(self.batches))
-        return CheckedVariant(step, measures, wrong, self.conclude)
+        return CheckedVariant(
+            step, measures, wrong, lambda ms: {"samples_per_s": self.case.samples / (ms / 1e3)}
+        )
 
     def eagerly(self, trainer: Any) -> tuple[_Outcome, int, fv.PackedLayout | None]:
         """What the first batch gives, and the tokens and documents of the policy's first layer."""
@@ -360,15 +353,6 @@ class _Run:
         trainer.model.zero_grad(set_to_none=True)
         trainer.compute_loss(call, dict(next(batches))).backward()
         self.optimizer.step()
-
-    def conclude(self, ms: float) -> Measures:
-        """Throughput of the median step."""
-        return {"samples_per_s": self.case.samples / (ms / 1e3)}
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Of every parameter that has one."""
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _split(variant: str) -> tuple[str, int | None, bool]:

@@ -6,14 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
-from flexvarlen.bench.suites.model.tables import (
-    is_ok,
-    model_title,
-    number,
-    spread,
-    value,
-    where,
-)
+from flexvarlen.bench.suites.model import tables
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, by_machine, grouped, provenance, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
@@ -36,8 +29,8 @@ SAMPLES = {"dpo": "pairs", "grpo": "completions", "reward": "pairs", "classifica
 
 def section(records: Sequence[Record]) -> str:
     """What the error is, and a table of each case."""
-    tables = [table(group).markdown() for group in records_alike(records, ("variant",))]
-    return "\n\n".join([EXPLAINED, *tables])
+    cases = records_alike(records, ("variant",))
+    return "\n\n".join([EXPLAINED, *(table(group).markdown() for group in cases)])
 
 
 # --- the page ------------------------------------------------------------------------------------
@@ -76,22 +69,17 @@ def _page_table(groups: Sequence[Group]) -> Table:
     def speedup(variant: str) -> Callable[[Group], str]:
         def cell(group: Group) -> str:
             found = _gain(group, variant)
-            if found is None:
-                return NOTHING
-            return f"{found:.2f}× ({1 / _run_share(group[variant]):.2f}×)"
+            possible = f" ({1 / _run_share(group[variant]):.2f}×)" if found is not None else ""
+            return _times(found) + possible
 
         return cell
 
     def padded(group: Group) -> str:
-        found = value(group.get(PADDED), "samples_per_s")
+        found = tables.value(group.get(PADDED), "samples_per_s")
         return NOTHING if found is None else f"{found:.2f}"
 
-    def gain_of_sharing(group: Group) -> str:
-        found = _gain(group, SHARED, PACKED)
-        return NOTHING if found is None else f"{found:.2f}×"
-
     def peak(group: Group) -> str:
-        found = [value(group.get(name), "peak_mib") for name in (PADDED, PACKED, SHARED)]
+        found = [tables.value(group.get(name), "peak_mib") for name in (PADDED, PACKED, SHARED)]
         return ", ".join(NOTHING if x is None else f"{x / 1024:.1f}" for x in found)
 
     columns = [
@@ -99,12 +87,14 @@ def _page_table(groups: Sequence[Group]) -> Table:
         Column("samples/s, padded", padded),
         Column("packed: speedup (possible)", speedup(PACKED)),
         Column("prompts shared: speedup (possible)", speedup(SHARED)),
-        Column("prompts shared ÷ packed", gain_of_sharing),
+        Column("prompts shared ÷ packed", lambda group: _times(_gain(group, SHARED, PACKED))),
         Column("peak GiB: padded, packed, shared", peak),
     ]
     records = [group[PACKED] for group in groups]
     how = "eager, layers checkpointed" if records[0].case.get("checkpointing") else "eager"
-    return Table.of(groups, columns, f"{model_title(records[0])}, {how}, {where(records)}")
+    return Table.of(
+        groups, columns, f"{tables.model_title(records[0])}, {how}, {tables.where(records)}"
+    )
 
 
 def _draw(groups: Sequence[Group], folder: Path) -> Path:
@@ -120,7 +110,7 @@ def _draw(groups: Sequence[Group], folder: Path) -> Path:
     figure, panels = chart(
         f"Packed, TRL's trainers are {trl[0]:.1f} to {trl[-1]:.1f} times as fast{more}",
         "Samples per second with auto over those of padded batches with FlashAttention-3; –: no "
-        f"shared prompts. {model_title(records[0])}, eager, bf16. {provenance(records)}",
+        f"shared prompts. {tables.model_title(records[0])}, eager, bf16. {provenance(records)}",
         height_px=360,
         panels=2,
         share_y=True,
@@ -142,8 +132,12 @@ def _batch(group: Group) -> str:
 
 def _gain(group: Group, variant: str, base: str = PADDED) -> float | None:
     """Over padded batches, or another variant."""
-    own, other = (value(group.get(x), "samples_per_s") for x in (variant, base))
+    own, other = (tables.value(group.get(x), "samples_per_s") for x in (variant, base))
     return None if own is None or other is None else own / other
+
+
+def _times(gain: float | None) -> str:
+    return NOTHING if gain is None else f"{gain:.2f}×"
 
 
 def _run_share(record: Record) -> float:
@@ -161,22 +155,22 @@ def table(records: Sequence[Record]) -> Table:
     notes = Notes()
     columns = [
         Column("variant", _shown),
-        number("samples/s", "samples_per_s", ".2f", notes=notes),
-        Column("ms a step (p20–p80)", lambda r: spread(r) or "–"),
-        number("peak GiB", "peak_mib", ".1f", 1 / 1024),
+        tables.number("samples/s", "samples_per_s", ".2f", notes=notes),
+        Column("ms a step (p20–p80)", lambda r: tables.spread(r) or "–"),
+        tables.number("peak GiB", "peak_mib", ".1f", 1 / 1024),
     ]
     if records[0].case["mode"] == "compiled":
         columns += [
-            number("graphs", "compilations", ".0f"),
-            number("recompilations", "recompilations", ".0f"),
-            number("graph breaks", "graph_breaks", ".0f"),
-            number("s of compiling", "compile_s", ".0f"),
+            tables.number("graphs", "compilations", ".0f"),
+            tables.number("recompilations", "recompilations", ".0f"),
+            tables.number("graph breaks", "graph_breaks", ".0f"),
+            tables.number("s of compiling", "compile_s", ".0f"),
         ]
     base, name = _base(records)
     if base is not None:
 
         def gain(record: Record) -> float | None:
-            own = value(record, "samples_per_s")
+            own = tables.value(record, "samples_per_s")
             return None if own is None else own / base
 
         def used(record: Record) -> str:
@@ -186,12 +180,12 @@ def table(records: Sequence[Record]) -> Table:
             return f"{found * _run_share(record):.0%}"
 
         if any(r.case["variant"].endswith("+shared") for r in records):
-            columns.append(number("tokens run", "tokens_run", ",.0f"))
+            columns.append(tables.number("tokens run", "tokens_run", ",.0f"))
         columns += [
-            Column(f"speed ÷ `{name}`'s", lambda r: "–" if (x := gain(r)) is None else f"{x:.2f}×"),
+            Column(f"speed ÷ `{name}`'s", lambda r: _times(gain(r))),
             Column("share of the possible speedup", used),
         ]
-    columns.append(number("error ÷ allowed", "error_over_allowed", ".2f"))
+    columns.append(tables.number("error ÷ allowed", "error_over_allowed", ".2f"))
     return Table.of(records, columns, _title(records), notes=chain(_said(records), notes))
 
 
@@ -201,13 +195,13 @@ def _shown(record: Record) -> str:
 
 
 def _base(records: Sequence[Record]) -> tuple[float | None, str]:
-    speeds = {r.case["variant"]: value(r, "samples_per_s") for r in records}
+    speeds = {r.case["variant"]: tables.value(r, "samples_per_s") for r in records}
     name = PADDED if speeds.get(PADDED) else "padded-sdpa"
     return speeds.get(name), name
 
 
 def _said(records: Sequence[Record]) -> list[str]:
-    done = next((r.measures for r in records if is_ok(r)), None)
+    done = next((r.measures for r in records if tables.is_ok(r)), None)
     if done is None:
         return []
     return [
@@ -228,5 +222,5 @@ def _title(records: Sequence[Record]) -> str:
     groups = f", {case['group']} to a prompt" if "group" in case and case["task"] == "grpo" else ""
     return (
         f"{TITLES[case['task']]}, {case['samples']} {SAMPLES[case['task']]} a batch{groups}, {what}"
-        f"{case['longest']:,}; {model_title(records[0])}, {how}, {where(records)}"
+        f"{case['longest']:,}; {tables.model_title(records[0])}, {how}, {tables.where(records)}"
     )

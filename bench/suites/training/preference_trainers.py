@@ -132,26 +132,28 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _dataset(*columns: str) -> Any:
-    """One line of text, as the constructors want one."""
+def _trl(
+    kind: str, model: PreTrainedModel, settings: Settings, columns: Sequence[str], **options: Any
+) -> Any:
+    """TRL's trainer of that kind, on one line of text, as its constructor wants one."""
+    import trl
     from datasets import Dataset
 
-    return Dataset.from_dict({name: ["text"] for name in columns})
+    return getattr(trl, f"{kind}Trainer")(
+        model=model,
+        args=getattr(trl, f"{kind}Config")(**settings),
+        train_dataset=Dataset.from_dict({name: ["text"] for name in columns}),
+        processing_class=tokenizer(),
+        **options,
+    )
 
 
 # ---- DPO ----
 
 
 def _dpo(model: PreTrainedModel, reference: PreTrainedModel | None, settings: Settings) -> Any:
-    from trl import DPOConfig, DPOTrainer
-
-    return DPOTrainer(
-        model=model,
-        ref_model=reference,
-        args=DPOConfig(**settings, max_length=None),
-        train_dataset=_dataset("prompt", "chosen", "rejected"),
-        processing_class=tokenizer(),
-    )
+    columns = ("prompt", "chosen", "rejected")
+    return _trl("DPO", model, settings | {"max_length": None}, columns, ref_model=reference)
 
 
 def _pairs(draws: Draws) -> Iterator[tuple[list[int], list[int], list[int]]]:
@@ -161,10 +163,7 @@ def _pairs(draws: Draws) -> Iterator[tuple[list[int], list[int], list[int]]]:
 
 def _dpo_batch(trainer: Any, draws: Draws) -> Batch:
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    return _collated(trainer, [dict(zip(names, pair, strict=True)) for pair in _pairs(draws)])
-
-
-def _collated(trainer: Any, examples: Sequence[dict[str, Any]]) -> Batch:
+    examples = [dict(zip(names, pair, strict=True)) for pair in _pairs(draws)]
     return dict(trainer.data_collator(examples))
 
 
@@ -172,14 +171,7 @@ def _collated(trainer: Any, examples: Sequence[dict[str, Any]]) -> Batch:
 
 
 def _reward(model: PreTrainedModel, _: PreTrainedModel | None, settings: Settings) -> Any:
-    from trl import RewardConfig, RewardTrainer
-
-    return RewardTrainer(
-        model=model,
-        args=RewardConfig(**settings, max_length=None),
-        train_dataset=_dataset("chosen", "rejected"),
-        processing_class=tokenizer(),
-    )
+    return _trl("Reward", model, settings | {"max_length": None}, ("chosen", "rejected"))
 
 
 def _reward_batch(trainer: Any, draws: Draws) -> Batch:
@@ -187,22 +179,15 @@ def _reward_batch(trainer: Any, draws: Draws) -> Batch:
         {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
         for prompt, chosen, rejected in _pairs(draws)
     ]
-    return _collated(trainer, examples)
+    return dict(trainer.data_collator(examples))
 
 
 # ---- GRPO ----
 
 
 def _grpo(model: PreTrainedModel, _: PreTrainedModel | None, settings: Settings) -> Any:
-    from trl import GRPOConfig, GRPOTrainer
-
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=lambda completions, **_: [0.0 for _ in completions],
-        args=GRPOConfig(**settings),
-        train_dataset=_dataset("prompt"),
-        processing_class=tokenizer(),
-    )
+    rewards = {"reward_funcs": lambda completions, **_: [0.0 for _ in completions]}
+    trainer = _trl("GRPO", model, settings, ("prompt",), **rewards)
     trainer.current_gradient_accumulation_steps = 1  # train() would set it
     return trainer
 
@@ -245,7 +230,7 @@ def _classification_batch(trainer: Any, draws: Draws) -> Batch:
         {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": draws.rng.randrange(KINDS)}
         for ids in draws.topics()
     ]
-    return _collated(trainer, examples)
+    return dict(trainer.data_collator(examples))
 
 
 TASKS = {

@@ -14,12 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.training import texts
-from flexvarlen.bench.suites.training.scaling_ranks import (
-    SequenceCase,
-    SharedTrainerCase,
-    TrainingCase,
-)
+from flexvarlen.bench.suites.training import scaling_ranks, texts
 from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.measure.timing import synchronize
@@ -30,7 +25,9 @@ Measured = tuple[Status, str | None, dict[str, Any]]
 """A finding's status, reason and measures, the same on every rank."""
 
 LEARNING_RATE = 1e-5
-ModelCase = TrainingCase | SequenceCase | SharedTrainerCase
+ModelCase = (
+    scaling_ranks.TrainingCase | scaling_ranks.SequenceCase | scaling_ranks.SharedTrainerCase
+)
 
 
 def rows_of(case: ModelCase, count: int) -> list[list[Document]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,27 +24,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.training import texts
-from flexvarlen.bench.suites.training.batches import pack, taken_for
-from flexvarlen.bench.suites.training.ranks import (
-    Measured,
-    data_parallel,
-    new_optimizer,
-    patched_model,
-    rows_of,
-    timed,
-)
+from flexvarlen.bench.suites.model.utilisation import taken_for
+from flexvarlen.bench.suites.training import ranks, scaling_ranks, texts
 from flexvarlen.bench.suites.training.row_attention import measure_attention
-from flexvarlen.bench.suites.training.scaling_ranks import (
-    CASES,
-    AttentionCase,
-    RanksCase,
-    SequenceCase,
-    SharedTrainerCase,
-    TrainingCase,
-)
 from flexvarlen.bench.suites.training.sequence import measure_sequence
 from flexvarlen.bench.suites.training.shared_trainer import measure_trainer
+from flexvarlen.bench.suites.training.texts import pack
 from flexvarlen.runner.failures import status_of
 
 WAITS = timedelta(minutes=3)
@@ -53,7 +38,7 @@ WAITS = timedelta(minutes=3)
 def main(task: Mapping[str, Any], out: Path) -> None:
     """Measure a task on all ranks."""
     device = join(task["device"])
-    case = CASES[task["variant"]](**task["case"])
+    case = scaling_ranks.CASES[task["variant"]](**task["case"])
     try:
         status, reason, measures = measured(task["variant"], case, device)
     except Exception as error:
@@ -78,29 +63,30 @@ def join(kind: str) -> torch.device:
     return device
 
 
-def measured(variant: str, case: RanksCase, device: torch.device) -> Measured:
+def measured(variant: str, case: scaling_ranks.RanksCase, device: torch.device) -> ranks.Measured:
     """What one variant gave."""
-    if isinstance(case, AttentionCase):
-        return measure_attention(case, variant, device)
-    if isinstance(case, SequenceCase):
-        return measure_sequence(case, variant, device)
-    if isinstance(case, SharedTrainerCase):
-        return measure_trainer(case, variant, device)
-    assert isinstance(case, TrainingCase)
-    return measure_training(case, variant, device)
+    measure: dict[type, Callable[..., ranks.Measured]] = {
+        scaling_ranks.AttentionCase: measure_attention,
+        scaling_ranks.SequenceCase: measure_sequence,
+        scaling_ranks.SharedTrainerCase: measure_trainer,
+        scaling_ranks.TrainingCase: measure_training,
+    }
+    return measure[type(case)](case, variant, device)
 
 
 # --- a packed row for each rank ------------------------------------------------------------------
 
 
-def measure_training(case: TrainingCase, variant: str, device: torch.device) -> Measured:
+def measure_training(
+    case: scaling_ranks.TrainingCase, variant: str, device: torch.device
+) -> ranks.Measured:
     """A few warm-up steps, and one pass over the rows."""
-    rows = rows_of(case, case.timed_rows)
+    rows = ranks.rows_of(case, case.timed_rows)
     lengths = [[len(document) for document in row] for row in rows]
     steps = order_of(case, lengths)
-    model = patched_model(case, device)
-    wrapped = data_parallel(model, device) if variant == "ddp" else sharded(model, device)
-    optimizer = new_optimizer(wrapped, device)
+    model = ranks.patched_model(case, device)
+    wrapped = ranks.data_parallel(model, device) if variant == "ddp" else sharded(model, device)
+    optimizer = ranks.new_optimizer(wrapped, device)
     collate, rank = pack(case.tokens, rows), dist.get_rank()
     losses: list[Tensor] = []
 
@@ -119,7 +105,7 @@ def measure_training(case: TrainingCase, variant: str, device: torch.device) -> 
         for of_ranks in steps:
             step(of_ranks)
 
-    found = timed([every_step], losses, device)
+    found = ranks.timed([every_step], losses, device)
     if not found.finite:
         return "wrong", "a loss is not finite", {}
     (seconds,), first_row = found.seconds, collate(rows[0])
@@ -145,7 +131,7 @@ def imbalance(lengths: Sequence[Sequence[int]], steps: Sequence[Sequence[int]]) 
     return float(work.max(1).sum() / work.mean(1).sum())
 
 
-def order_of(case: TrainingCase, lengths: Sequence[Sequence[int]]) -> list[list[int]]:
+def order_of(case: scaling_ranks.TrainingCase, lengths: Sequence[Sequence[int]]) -> list[list[int]]:
     """The row of each rank, step by step; each row once."""
     if case.order == "balanced":
         sampler = fv.BalancedSampler(

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -205,11 +206,9 @@ class ScalingRanks(Suite[LaunchedCase]):
         return case.kinds if compared else case.kinds[:1]
 
     def measure(self, case: LaunchedCase, variants: Sequence[str], options: Options) -> Findings:
-        def launched(variant: str) -> Finding:
-            return launch(case, variant, options.device)
-
         require_known(variants, case.kinds)
-        return measure_each(case.name, variants, launched, options.device)
+        measure = partial(launch, case, device=options.device)
+        return measure_each(case.name, variants, measure, options.device)
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         return tables.tables(records)
@@ -218,8 +217,7 @@ class ScalingRanks(Suite[LaunchedCase]):
         return tables.page_tables(records)
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        drawn = tables.draw(records, folder)
-        return [] if drawn is None else [drawn]
+        return tables.draw(records, folder)
 
 
 def launch(case: RanksCase, variant: str, device: torch.device) -> Finding:

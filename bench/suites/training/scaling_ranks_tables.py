@@ -226,8 +226,8 @@ def _title(records: Sequence[Record], row: str = "") -> str:
 # --- the chart -----------------------------------------------------------------------------------
 
 
-def draw(records: Sequence[Record], folder: Path) -> Path | None:
-    """Share of one GPU's speed that each GPU keeps; None unless one GPU and more were measured."""
+def draw(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Share of one GPU's speed that each GPU keeps; none unless one GPU and more were measured."""
     group = max(groups_of(records, *NAMES), key=len, default=[])
     ordered = sorted(group, key=lambda r: (r.case["variant"], r.case["ranks"], r.case["order"]))
     shares = {
@@ -236,7 +236,7 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
         if (share := efficiency_of(r, group)) is not None and r.case["ranks"] > 1
     }
     if not shares:
-        return None
+        return []
     most = max(ranks for _, ranks, _ in shares)
     best = max(share for (_, ranks, _), share in shares.items() if ranks == most)
     figure, (axes,) = chart(
@@ -252,4 +252,4 @@ def draw(records: Sequence[Record], folder: Path) -> Path | None:
         colors=[COLORS[order] for _, _, order in shares],
         texts=[f"{share:.1%}" for share in shares.values()],
     )
-    return save(figure, folder / "scaling-ranks.png")
+    return [save(figure, folder / "scaling-ranks.png")]

@@ -16,26 +16,13 @@ from transformers import PreTrainedModel
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import log_normal_lengths
-from flexvarlen.bench.suites.training import texts
-from flexvarlen.bench.suites.training.batches import pack
-from flexvarlen.bench.suites.training.first_step import (
+from flexvarlen.bench.suites.training import ranks, texts
+from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase
+from flexvarlen.bench.suites.training.trainer import (
     LOGIT_TOKENS,
     check_first_step,
     first_step_alone,
 )
-from flexvarlen.bench.suites.training.ranks import (
-    Measured,
-    data_parallel,
-    first_reason,
-    largest,
-    new_optimizer,
-    patched_model,
-    rows_of,
-    seconds_of,
-    timed,
-)
-from flexvarlen.bench.suites.training.scaling_ranks import SequenceCase
-from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.measure import memory_meaning, peak_memory_mib, summarize
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.shard import Method, shard_batch
@@ -43,19 +30,19 @@ from flexvarlen.parallel.shard import Method, shard_batch
 WARMUP_STEPS = 2
 
 
-def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> Measured:
+def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> ranks.Measured:
     """A packed row compared with the reference, then timed steps on the case's row."""
-    (row,) = rows_of(case, 1)
+    (row,) = ranks.rows_of(case, 1)
     documents = _documents(case, row)
     first = first_step_alone(lambda: case.new_causal_lm(device), row, dtype=case.torch_dtype)
-    model = patched_model(case, device, sequence_parallel_group=dist.group.WORLD)
-    wrapped = data_parallel(model, device)
+    model = ranks.patched_model(case, device, sequence_parallel_group=dist.group.WORLD)
+    wrapped = ranks.data_parallel(model, device)
     method: Method = "contiguous" if case.hybrid else "documents"
     if variant == "sequence-ulysses":
         method = "ulysses"
     loss = _step(wrapped, _shard(row, method, device))
     measures, reason = check_first_step(first, model, float(loss))
-    reason = first_reason(reason)
+    reason = ranks.first_reason(reason)
     if reason is not None:
         return "wrong", reason, measures
     del first
@@ -73,7 +60,7 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
         "longest_document": max(lengths),
         "cut_documents": len(plan.cut_documents),
     }
-    row = send_to_device(pack(case.document, [documents])(documents), device)
+    row = send_to_device(texts.pack(case.document, [documents])(documents), device)
     whole = shard_batch(row, rank=0, ranks=1, method="ulysses")
     shard = _shard(documents, method, device)
     if method != "ulysses":
@@ -91,7 +78,7 @@ def _exchanged_tokens(layout: fv.PackedLayout) -> int:
     return sum(of_all)
 
 
-def _documents(case: SequenceCase, row: Sequence[Document]) -> list[Document]:
+def _documents(case: SequenceCase, row: Sequence[texts.Document]) -> list[texts.Document]:
     """The documents of the row that is timed, of the tokens of another."""
     tokens, total = [token for ids in row for token in ids], case.document
     lengths = {
@@ -102,8 +89,10 @@ def _documents(case: SequenceCase, row: Sequence[Document]) -> list[Document]:
     return [(tokens * (length // len(tokens) + 1))[:length] for length in lengths]
 
 
-def _shard(documents: Sequence[Document], method: Method, device: torch.device) -> dict[str, Any]:
-    collate = pack(sum(map(len, documents)), [documents])
+def _shard(
+    documents: Sequence[texts.Document], method: Method, device: torch.device
+) -> dict[str, Any]:
+    collate = texts.pack(sum(map(len, documents)), [documents])
     return fv.shard_row(send_to_device(collate(documents), device), method=method)
 
 
@@ -123,9 +112,9 @@ def _trained(
     shard: dict[str, Any],
     measures: dict[str, Any],
     device: torch.device,
-) -> Measured:
+) -> ranks.Measured:
     """Timed steps of an optimizer."""
-    optimizer = new_optimizer(model, device)
+    optimizer = ranks.new_optimizer(model, device)
     losses: list[Tensor] = []
 
     def step() -> None:
@@ -135,7 +124,7 @@ def _trained(
 
     for _ in range(WARMUP_STEPS):
         step()
-    found = timed([step] * case.steps, losses, device)
+    found = ranks.timed([step] * case.steps, losses, device)
     if not found.finite:
         return "wrong", "a loss is not finite", measures
     timing = summarize([seconds * 1e3 for seconds in found.seconds])
@@ -177,7 +166,7 @@ def _against_one(
     A time is that of the slowest rank; over all ranks it includes the sum of the gradients.
     """
     on_one = RowLoss(model)
-    wrapped = data_parallel(on_one, device)
+    wrapped = ranks.data_parallel(on_one, device)
 
     losses: dict[str, Tensor] = {}
 
@@ -195,15 +184,15 @@ def _against_one(
     peaks: dict[str, float | None] = {}
     for turn in range(WARMUP_STEPS + case.steps):
         with fv.patched(model, case.backend):
-            own = seconds_of(alone, device)
-        both = largest([own * 1e3, seconds_of(together, device) * 1e3], device)
+            own = ranks.seconds_of(alone, device)
+        both = ranks.largest([own * 1e3, ranks.seconds_of(together, device) * 1e3], device)
         if turn >= WARMUP_STEPS:
             for found, took in zip(times.values(), both, strict=True):
                 found.append(took)
     with fv.patched(model, case.backend):
         peaks["single_peak_mib"] = peak_memory_mib(alone, device)
     peaks["peak_mib"] = peak_memory_mib(together, device)
-    most = largest([peak or 0.0 for peak in peaks.values()], device)
+    most = ranks.largest([peak or 0.0 for peak in peaks.values()], device)
     medians = {name: statistics.median(found) for name, found in times.items()}
     return {
         **medians,

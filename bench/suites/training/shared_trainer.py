@@ -41,21 +41,18 @@ def measure_trainer(case: SharedTrainerCase, variant: str, device: torch.device)
         (peak,) = largest([torch.cuda.max_memory_allocated(device) / 2**20], device)
     if not all(map(torch.isfinite, torch.tensor(losses))):
         return "wrong", "a loss is not finite", {}
-    return (
-        "ok",
-        None,
-        {
-            "ms_step": slowest * 1e3,
-            "tokens_per_s": case.tokens / slowest,
-            "peak_mib": peak,
-            "peak_meaning": memory_meaning(device),
-            "documents": len(rows[WARMUP_STEPS]),
-            "longest_document": max(map(len, rows[WARMUP_STEPS])),
-            "first_loss": losses[0],
-            "last_loss": losses[-1],
-            "texts_crc32": texts.crc_of(rows),
-        },
-    )
+    measures = {
+        "ms_step": slowest * 1e3,
+        "tokens_per_s": case.tokens / slowest,
+        "peak_mib": peak,
+        "peak_meaning": memory_meaning(device),
+        "documents": len(rows[WARMUP_STEPS]),
+        "longest_document": max(map(len, rows[WARMUP_STEPS])),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "texts_crc32": texts.crc_of(rows),
+    }
+    return "ok", None, measures
 
 
 def new_trainer(
@@ -88,17 +85,15 @@ def new_trainer(
                 "activation_checkpointing": case.checkpointing,
             },
         }
-    make = _sft_trainer if variant == "sft" else _trainer
-    trainer = make(model, settings, rows)
+    if variant == "sft":
+        trainer = _sft_trainer(model, settings, rows)
+    else:
+        options = {"train_dataset": rows, "data_collator": fv.PackedCollator()}
+        trainer = Trainer(model, TrainingArguments(**settings), **options)
     if dist.get_world_size() > 1:
         return fv.patch_trainer(trainer, case.backend, context_parallel=case.ranks)
     fv.patch_model(model, case.backend)
     return trainer
-
-
-def _trainer(model: Any, settings: dict[str, Any], rows: list[list[Document]]) -> Trainer:
-    collator = fv.PackedCollator()
-    return Trainer(model, TrainingArguments(**settings), train_dataset=rows, data_collator=collator)
 
 
 def _sft_trainer(model: Any, settings: dict[str, Any], rows: list[list[Document]]) -> Trainer:

@@ -1,4 +1,4 @@
-"""Documents of real text that every Python brings along, as ids of a byte-level BPE.
+"""Documents of real text that every Python brings along: ids of a byte-level BPE, rows, batches.
 
 Python's help topics (`pydoc_data`), 79 long texts; and the docstrings of the standard library,
 about 8,000 texts, most of them short. A BPE is trained on the very documents that it reads.
@@ -11,11 +11,19 @@ import json
 import random
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DataCollatorWithFlattening
 
 import flexvarlen as fv
+from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.verify.corpus import (
     SMALLEST_VOCABULARY,
     VOCABULARY,
@@ -123,3 +131,61 @@ def full_rows(
 def crc_of(rows: Sequence[Sequence[Document]]) -> int:
     """A checksum of the tokens: another Python brings other texts."""
     return zlib.crc32(json.dumps(rows).encode())
+
+
+# --- a step's documents as batches: packed by flexvarlen, packed by transformers, padded ----------
+
+Inputs = dict[str, Any]
+"""Keyword arguments of a forward."""
+Collate = Callable[[Sequence[Document]], Inputs]
+
+
+def pack(tokens: int, rows: Sequence[Sequence[Document]]) -> Collate:
+    """`PackedCollator` for rows of `tokens`; its shapes are those of all `rows`."""
+    longest = max(len(ids) for row in rows for ids in row)
+    collator = fv.PackedCollator(
+        total_tokens=tokens, capacity=max(map(len, rows)), max_seqlen_bound=longest
+    )
+    return lambda documents: collator([{"input_ids": ids} for ids in documents])
+
+
+def flatten(*, flash: bool) -> Collate:
+    """transformers' packed batch; `flash`: with FlashAttention's arguments."""
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=flash)
+    return lambda documents: collator([{"input_ids": ids} for ids in documents])
+
+
+def pad(documents: Sequence[Document]) -> Inputs:
+    """Documents padded on the right; a first token is no label, as in a packed row."""
+    ids = [torch.tensor(document) for document in documents]
+    lengths = torch.tensor([len(document) for document in ids])
+    real = torch.arange(int(lengths.max()))[None] < lengths[:, None]
+    input_ids = pad_sequence(ids, batch_first=True)
+    labels = input_ids.masked_fill(~real, IGNORE_INDEX)
+    labels[:, 0] = IGNORE_INDEX
+    return {
+        "input_ids": input_ids,
+        "attention_mask": real.long(),
+        "labels": labels,
+        "use_cache": False,
+    }
+
+
+def split_evenly(documents: Sequence[Document], batches: int) -> list[list[Document]]:
+    """Documents in order, in `batches` batches of equal count, or one apart."""
+    edges = np.linspace(0, len(documents), batches + 1).round().astype(int)
+    return [list(documents[begin:end]) for begin, end in pairwise(edges.tolist())]
+
+
+def padded_batches(
+    steps: Sequence[Sequence[Document]], positions: int
+) -> list[list[list[Document]]]:
+    """Each step in equally many batches, the fewest that hold at most `positions` each.
+
+    If even one document a batch is too many: as many batches as the smallest step has documents.
+    """
+    for count in range(1, min(map(len, steps)) + 1):
+        found = [split_evenly(documents, count) for documents in steps]
+        if max(len(b) * max(map(len, b)) for batches in found for b in batches) <= positions:
+            break
+    return found

@@ -4,7 +4,7 @@
 |---|---|
 | `compare.py` | `compare`: which variants run, in which order |
 | `accuracy.py` | which documents the reference has room for; errors as measures |
-| `check.py` | the check of one variant |
+| `check.py` | the check of one variant, and its leaks |
 | `report.py`, `figure.py` | `Report`: records as table, sentences and files; the picture |
 
 `flexvarlen drift` compares pairs of runs:
@@ -12,11 +12,8 @@
 | file | holds |
 |---|---|
 | `pairs.py` | suite "drift-model": packed and alone, backends, dtypes, compiled |
-| `model_run.py`, `hidden_states.py` | one run of a model, and what it leaves |
-| `differences.py` | how far two runs are apart |
-| `named_models.py` | the cases of models that a user names |
-| `drift_report.py`, `drift_tables.py` | `DriftReport`: tables, sentences, the tables of pages |
-| `thresholds.py` | a user's own limits |
+| `model_run.py`, `differences.py` | one run of a model; how far two are apart |
+| `drift_report.py`, `drift_tables.py` | `DriftReport`: tables, sentences, a user's own limits |
 """
 
 from flexvarlen.verify.compare.compare import Interrupted, compare

@@ -1,10 +1,12 @@
-"""`DriftReport`: the records of a drift as tables and sentences, and whether they pass."""
+"""`DriftReport`: records of a drift as tables and sentences; `Threshold`: a user's own limits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from flexvarlen.measure.machine import without_paths
 from flexvarlen.report.records import Record, in_short, not_run
@@ -13,12 +15,56 @@ from flexvarlen.verify.compare.drift_tables import (
     BAD,
     DISPENSABLE,
     RATIOS,
+    Measured,
     Records,
+    measured,
     never_ran,
     tables,
 )
-from flexvarlen.verify.compare.thresholds import Threshold, broken_limits
 from flexvarlen.verify.experiment.variant import is_ours
+
+
+class Threshold(NamedTuple):
+    """`--fail-above MEASURE=VALUE`: a limit.
+
+    Attributes:
+        name: of a measure, or the end of several: "relative" is all that end with "_relative".
+        limit: the largest value that passes.
+    """
+
+    name: str
+    limit: float
+
+    @classmethod
+    def of(cls, text: str) -> Threshold:
+        """From the command line.
+
+        Raises:
+            ValueError: no `MEASURE=VALUE`, or a value that is no number from 0 up.
+
+        >>> Threshold.of("dq_relative=1e-2")
+        Threshold(name='dq_relative', limit=0.01)
+        """
+        name, _, value = text.partition("=")
+        try:
+            limit = float(value)
+        except ValueError:
+            limit = math.nan
+        if not (name.strip() and limit >= 0):
+            raise ValueError(
+                "fail_above must be MEASURE=VALUE, with a name as in the records and a number "
+                f"from 0, got {text!r}; write for example out_relative=0.01."
+            )
+        return cls(name.strip(), limit)
+
+    def measures(self, record: Record) -> dict[str, float]:
+        """The sizes of what it limits in a record."""
+        return {
+            name: size
+            for name, value in record.measures.items()
+            if (name == self.name or name.endswith(f"_{self.name}"))
+            and (size := _size(value)) is not None
+        }
 
 
 @dataclass(frozen=True)
@@ -63,9 +109,23 @@ class DriftReport:
         return list(map(without_paths, [*said, *not_run(idle)]))
 
     def broken_limits(self, limits: Sequence[Threshold]) -> list[str]:
-        """A sentence for each limit that a record passes."""
-        ran = [r for r in self.records if r.status in ("ok", "wrong")]
-        return broken_limits(limits, ran, _name)
+        """A sentence for each limit that is passed, with the worst record.
+
+        A limit on a measure that no record has is passed too: else a run that measures nothing
+        would succeed.
+        """
+        ran, sentences = [r for r in self.records if r.status in ("ok", "wrong")], []
+        for limit in limits:
+            found = [(x, name, r) for r in ran for name, x in limit.measures(r).items()]
+            text = f"fail-above {limit.name}={limit.limit:g}"
+            if not found:
+                known = dict.fromkeys(name for record in ran for name in record.measures)
+                sentences.append(f"{text}: no record has such a measure, only {', '.join(known)}.")
+                continue
+            value, name, worst = _worst(found)
+            if not value <= limit.limit:
+                sentences.append(f"{text}: {name} is {value:.3g} in {_name(worst)}.")
+        return sentences
 
     def save(self, path: Path) -> None:
         """Write tables and sentences as Markdown."""
@@ -74,8 +134,21 @@ class DriftReport:
         path.write_text("\n\n".join([text, *self.sentences()]) + "\n", encoding="utf-8")
 
 
+def _size(value: Any) -> float | None:
+    """The absolute value; of a list its largest; NaN if one is; None of what is no number."""
+    values = value if isinstance(value, list | tuple) else [value]
+    numbers = [abs(float(x)) for x in values if type(x) in (int, float)]
+    if not numbers:
+        return None
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
+
+
 def _is_finding(record: Record) -> bool:
     return record.status in BAD and is_ours(record.case["variant"])
+
+
+def _worst(found: Sequence[Measured]) -> Measured:
+    return max(found, key=lambda one: nan_last(one[0]))
 
 
 def _name(record: Record) -> str:
@@ -95,15 +168,10 @@ VERBS = {"wrong": "is wrong", "failed": "failed", "oom": "did not fit"}
 
 
 def _operators(ran: Records) -> str:
-    found = [
-        (record.measures[name], name, record)
-        for record in ran
-        for name in RATIOS
-        if record.measures.get(name) is not None
-    ]
+    found = measured(ran, RATIOS)
     if not found:
         return f"{_count(ran)} of attention, no errors against the reference."
-    ratio, name, record = max(found, key=lambda one: nan_last(one[0]))
+    ratio, name, record = _worst(found)
     part = name.rpartition("_")[2]
     return (
         f"{_count(ran)} of attention: all errors are within the acceptance rule, the largest "
@@ -114,9 +182,8 @@ def _operators(ran: Records) -> str:
 def _models(ran: Records) -> str:
     differences = []
     for what, name in (("logits", "logits_relative"), ("gradients", "gradient_relative")):
-        found = [(r.measures[name], r) for r in ran if r.measures.get(name) is not None]
-        if found:
-            size, worst = max(found, key=lambda one: nan_last(one[0]))
+        if found := measured(ran, [name]):
+            size, _, worst = _worst(found)
             where = f" ({_name(worst)})" if size else ""
             differences.append(f"{what} differ by at most {size:.1e}{where}")
     return f"{_count(ran)} of models within the acceptance rule: relative {', '.join(differences)}."

@@ -9,12 +9,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flexvarlen.reference.acceptance import largest
-from flexvarlen.report.records import Record, by_machine, commits_of, grouped, in_short, ran_on
+from flexvarlen.report.records import (
+    Record,
+    by_machine,
+    commits_of,
+    grouped,
+    grouped_by,
+    in_short,
+    ran_on,
+)
 from flexvarlen.report.table import NOTHING, Column, Notes, Table, number, share
-from flexvarlen.verify.experiment.marks import THEIRS
+from flexvarlen.verify.experiment.inputs import THEIRS
 from flexvarlen.verify.experiment.variant import is_ours
 
 Records = Sequence[Record]
+Measured = tuple[float, str, Record]
+"""A measure, its name, and the record that has it."""
 
 FORWARD, BACKWARD = ("out", "lse"), ("dq", "dk", "dv")
 PARTS = (*FORWARD, *BACKWARD)
@@ -26,14 +36,15 @@ STATUSES = ("wrong", "failed", "oom", "unsupported", "ok")
 BAD = STATUSES[:2]
 
 
+def measured(records: Records, names: Sequence[str]) -> list[Measured]:
+    """What the records have of these measures."""
+    every = [(r.measures.get(name), name, r) for r in records for name in names]
+    return [(value, name, r) for value, name, r in every if value is not None]
+
+
 def largest_of(records: Records, names: Sequence[str]) -> float | None:
     """The largest of these measures; NaN if one is; None if no record has any."""
-    found = [
-        record.measures[name]
-        for record in records
-        for name in names
-        if record.measures.get(name) is not None
-    ]
+    found = [value for value, *_ in measured(records, names)]
     return largest(found) if found else None
 
 
@@ -73,15 +84,15 @@ def never_ran(records: Records) -> list[Record]:
 
 def tables(records: Records) -> list[Table]:
     """A table for each suite, machine, model and dtype, of the variants that ran anywhere."""
-    groups: dict[tuple[Any, ...], list[Record]] = {}
     idle = {record.case["variant"] for record in never_ran(records)}
-    for own in by_machine([r for r in records if r.case["variant"] not in idle]):
-        for record in own:
-            where = record.environment.get("gpu")
-            model = (record.case.get("model"), record.case["dtype"])
-            key = (where, record.suite, *(model if record.suite != "drift-op" else ()))
-            groups.setdefault(key, []).append(record)
-    return [_table(own) for own in groups.values() if own[0].suite in COLUMNS]
+
+    def key(record: Record) -> tuple[Any, ...]:
+        model = (record.case.get("model"), record.case["dtype"])
+        return record.suite, *(model if record.suite != "drift-op" else ())
+
+    machines = by_machine([r for r in records if r.case["variant"] not in idle])
+    groups = [group for own in machines for group in grouped_by(own, key).values()]
+    return [_table(own) for own in groups if own[0].suite in COLUMNS]
 
 
 def _table(records: Records) -> Table:
@@ -100,21 +111,16 @@ def _table(records: Records) -> Table:
     else:
         title += " packed in a row"
     title = f"{title}; {ran_on(records[0].environment)}"
-    return Table.of(_lines(records), columns, title, _is_bad, marks)
+    return Table.of(
+        _lines(records), columns, title, lambda line: any(r.status in BAD for r in line), marks
+    )
 
 
 def _lines(records: Records) -> list[Records]:
     """Of attention, all records of a dtype and backend; else each record alone."""
-    lines: dict[object, list[Record]] = {}
-    for index, record in enumerate(records):
-        of_attention = (record.case["dtype"], record.case["variant"])
-        key = of_attention if record.suite == "drift-op" else index
-        lines.setdefault(key, []).append(record)
-    return list(lines.values())
-
-
-def _is_bad(line: Records) -> bool:
-    return any(record.status in BAD for record in line)
+    if records[0].suite != "drift-op":
+        return [[record] for record in records]
+    return list(grouped_by(records, lambda r: (r.case["dtype"], r.case["variant"])).values())
 
 
 def _status(line: Records, notes: Notes) -> str:
@@ -211,7 +217,7 @@ def _models(records: Records) -> str:
 
 def _range(title: str, name: str) -> Column:
     def cell(line: tuple[str, Records]) -> str:
-        values = [r.measures[name] for r in line[1] if r.measures.get(name) is not None]
+        values = [value for value, *_ in measured(line[1], [name])]
         ends = (min(values), max(values)) if values else ()
         return " to ".join(dict.fromkeys(f"{value:.2g}" for value in ends)) or NOTHING
 

@@ -13,19 +13,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from flexvarlen.patches.isolation.blame import layers_of
+from flexvarlen.patches.parts import ModelParts
 from flexvarlen.reference.model import IGNORE_INDEX
-from flexvarlen.verify.compare.hidden_states import Recorder
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.inputs import ModelInputs, forwards_of
 from flexvarlen.verify.experiment.step import run_step
 from flexvarlen.verify.experiment.tree_batch import Row
 from flexvarlen.verify.experiment.variant import Variant
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,40 @@ class Targets(NamedTuple):
             )
             sums.append((losses if self.weights is None else losses * self.weights[own]).sum())
         return torch.stack(sums)
+
+
+class Recorder:
+    """Entered, it keeps what the embeddings and each block put out, by forward hooks.
+
+    Hooks trace under torch.compile (what they keep becomes an output of the graph), where
+    transformers' own output_hidden_states does not, and gives the last block's after the norm.
+
+    Attributes:
+        states: `[B, S, hidden]` each, detached, of the call since `taken`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        tower = ModelParts.of(model).text_tower(model)
+        self.modules = [model.get_input_embeddings(), *layers_of(tower).values()]
+        self.states: list[Tensor] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Recorder:
+        self._handles = [module.register_forward_hook(self._keep) for module in self.modules]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def taken(self) -> list[Tensor]:
+        """Those of the last call, which are then forgotten."""
+        states, self.states = self.states, []
+        return states
+
+    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        self.states.append(states.detach())
 
 
 def run_model(variant: Variant, row: Row, batching: str = "packed") -> ModelRun:

@@ -32,7 +32,7 @@ from flexvarlen.verify.compare.model_run import ModelRun, run_model
 from flexvarlen.verify.corpus import row_of
 from flexvarlen.verify.experiment.alone import Alone
 from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.marks import THEIRS
+from flexvarlen.verify.experiment.inputs import THEIRS
 from flexvarlen.verify.experiment.measure import LIMITS
 from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
 from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant, variant_names
@@ -148,15 +148,10 @@ def model_drift(
     The model is not changed, whether it is patched or not; its device is where all runs.
 
     Args:
-        model: a transformers model of a verified family, with a head for causal language modelling.
-        batch: a forward's keyword arguments (boundaries found by the contract of `patch_model`;
-            labels are not used), or a `PackedBatch`. None: real text, packed to `tokens`. With a
-            `packed_layout` of trees, each sample, a path from a root to a leaf, is what runs alone
-            or padded; the loss is as in `compare`.
+        model, batch, tokens: as in `compare`. Of trees, each sample is what runs alone or padded.
         backends: "all" (flexvarlen's, and transformers' own for contrast), or names; also
             "transformers:sdpa" and similar. "all" leaves out on the CPU what compiles long.
         comparisons: of `COMPARISONS`, or "all".
-        tokens: of the default batch; None: 1,024 on the CPU, 8,192 on CUDA.
         train: whether gradients are compared.
         seed: of how the default batch is packed.
 
@@ -187,11 +182,7 @@ def model_drift(
 
 
 def cases_of(comparisons: Sequence[str], **shared: Any) -> list[ModelCase]:
-    """A case for each comparison, of one model on one row.
-
-    Args:
-        comparisons: of `COMPARISONS`, or "all".
-        shared: the other fields of `ModelCase`.
+    """A case for each comparison (of `COMPARISONS`, or "all"), with these other fields.
 
     Raises:
         ValueError: an unknown comparison.

@@ -11,6 +11,7 @@ from flexvarlen.report.records import (
     Record,
     append_records,
     grouped,
+    grouped_by,
     in_short,
     not_run,
     ran_on,
@@ -190,23 +191,14 @@ class Report:
 
         home = Path(folder)
         (home / "table.md").write_text(self.markdown(), encoding="utf-8")
-
-        def title(own: Sequence[Record]) -> str:
-            return Report(tuple(own)).sentence()
-
-        pictures = draw(self.records, home, title, _provenance, forward_only)
-        return [home / "table.md", *pictures]
+        return [home / "table.md", *draw(self.records, home)]
 
 
 def _on_models(records: Sequence[Record]) -> str:
     """Which variants on which models, those of the same models together."""
-    together: dict[tuple[str, ...], list[str]] = {}
-    for name in dict.fromkeys(map(variant, records)):
-        models = tuple(r.case["model"] for r in records if variant(r) == name)
-        together.setdefault(models, []).append(name)
-    return "; ".join(
-        f"{', '.join(names)} on {', '.join(models)}" for models, names in together.items()
-    )
+    variants = grouped(records, "variant")
+    together = grouped_by(variants, lambda x: ", ".join(r.case["model"] for r in variants[x]))
+    return "; ".join(f"{', '.join(names)} on {models}" for models, names in together.items())
 
 
 def section(records: Sequence[Record]) -> str:
@@ -226,10 +218,6 @@ def describe(records: Sequence[Record]) -> str:
         f"in {documents} (longest {case['longest_document']:,}); reference: {case['reference']}; "
         f"{case['source']}; {ran_on(records[0].environment)}"
     )
-
-
-def _provenance(records: Sequence[Record]) -> str:
-    return f"{describe(records)}; flexvarlen compare."
 
 
 def _measure(name: str, show: Any) -> Any:

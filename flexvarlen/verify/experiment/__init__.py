@@ -3,8 +3,8 @@
 | file | holds |
 |---|---|
 | `batch.py`, `tree_batch.py` | the documents of a row, or the trees |
-| `inputs.py` | the same documents as forwards: packed, padded, one at a time |
-| `variant.py`, `marks.py` | a model with one attention, and how it is given the documents |
+| `inputs.py` | the same documents as forwards: packed, padded, one at a time; how they are marked |
+| `variant.py` | a model with one attention |
 | `alone.py` | each document alone: the reference, and the errors of the baseline |
 | `step.py` | forward, loss and backward |
 | `experiment.py` | `Experiment`: all of it; a variant's first step, checked |

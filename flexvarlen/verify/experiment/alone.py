@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
-from flexvarlen.reference.model import (
-    Float64,
-    Loss,
-    ModelResults,
-    float64_model,
-    run_alone,
-    share,
-)
+from flexvarlen.reference.model import Float64, Loss, ModelResults, float64_model, run_alone, share
 from flexvarlen.verify.experiment.step import checkpoint_layers, free
 from flexvarlen.verify.experiment.tree_batch import Row
 

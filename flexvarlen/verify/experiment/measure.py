@@ -74,20 +74,18 @@ def measure_variants(
     variants: Sequence[str],
     check: Callable[[str], CheckedVariant],
     options: Options,
-    *,
-    most_repeats: int = MOST_REPEATS,
-    slow_s: float = SLOW_S,
-    lead_in: int = 1,
+    **timing: Any,
 ) -> list[Finding]:
     """A finding of each variant, as `check_and_time` makes them; Dynamo is reset before and after.
 
     Before: what another case compiled goes, with the models that it holds.
+
+    Args:
+        timing: options of `check_and_time`; `lead_in` is 1 by default.
     """
     torch._dynamo.reset()
     with torch._dynamo.config.patch(LIMITS):
-        found = check_and_time(
-            variants, check, options, most_repeats=most_repeats, slow_s=slow_s, lead_in=lead_in
-        )
+        found = check_and_time(variants, check, options, **{"lead_in": 1, **timing})
     torch._dynamo.reset()
     free(options.device)
     return found

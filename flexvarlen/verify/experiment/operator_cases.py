@@ -90,18 +90,11 @@ class OpCase:
 
     def data(self) -> dict[str, Any]:
         """As in a record."""
-        return {
+        fields = {name: value for name, value in vars(self).items() if name != "label"}
+        return fields | {
             "name": self._label,
             "lengths": list(self.lengths),
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "causal": self.causal,
-            "window": self.window,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "train": self.train,
-            "seed": self.seed,
-            "comparison": self.comparison,
             "other": BASELINE if self.comparison == "backend-backend" else None,
         }
 

@@ -138,10 +138,7 @@ def row_from(batch: Mapping[str, Any]) -> Row:
         ValueError: no input_ids, boundaries that break the contract, a cache, or shift_labels
             without label_counts.
     """
-    from flexvarlen.patches.isolation.documents import (  # imports transformers
-        layout_of,
-        units_of,
-    )
+    from flexvarlen.patches.isolation.documents import layout_of, units_of  # imports transformers
 
     for name in CACHES:
         if batch.get(name) is not None:

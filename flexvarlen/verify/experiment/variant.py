@@ -26,8 +26,7 @@ from flexvarlen.reference.model import IGNORE_INDEX, share
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import UnknownVariant
 from flexvarlen.verify.experiment.batch import GivenBatch
-from flexvarlen.verify.experiment.inputs import ModelInputs
-from flexvarlen.verify.experiment.marks import THEIRS, forms_of, inputs_of
+from flexvarlen.verify.experiment.inputs import THEIRS, ModelInputs, forms_of, inputs_of
 from flexvarlen.verify.experiment.tree_batch import Row
 
 if TYPE_CHECKING:

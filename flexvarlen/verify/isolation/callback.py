@@ -77,11 +77,7 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
         self.reports: dict[int, IsolationReport] = {}
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Verify before the first step.
 
@@ -92,11 +88,7 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
         self._verify(args, state, kwargs["model"], kwargs["train_dataloader"])
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Verify each `every` steps. Raises as `on_train_begin`."""
         if self.every is not None and state.global_step % self.every == 0:

@@ -13,7 +13,7 @@ from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
 from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.report.table import Column, Table
 from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.marks import THEIRS, forms_of, inputs_of
+from flexvarlen.verify.experiment.inputs import THEIRS, forms_of, inputs_of
 from flexvarlen.verify.experiment.variant import set_transformers
 from flexvarlen.verify.models import build_model, parse_model
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from flexvarlen.report.records import Record
-from flexvarlen.verify.compare.drift_report import DriftReport
+from flexvarlen.verify.compare.drift_report import DriftReport, Threshold
 from flexvarlen.verify.compare.drift_tables import section
-from flexvarlen.verify.compare.thresholds import Threshold
 
 H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0", "transformers": "5.17.0"}
 

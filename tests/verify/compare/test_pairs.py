@@ -20,11 +20,10 @@ from flexvarlen.verify.compare.differences import (
     why_not_finite,
 )
 from flexvarlen.verify.compare.model_run import ModelRun, Targets, run_model
-from flexvarlen.verify.compare.named_models import NamedModels
 from flexvarlen.verify.compare.pairs import COMPARISONS, ModelDrift, cases_of, model_drift
 from flexvarlen.verify.experiment.tree_batch import row_from
 from flexvarlen.verify.experiment.variant import Sizes, make_variant
-from flexvarlen.verify.models import build_model
+from flexvarlen.verify.models import NamedModels, build_model
 from tests.planted import ignore_branches, plant
 from tests.verify.planted import LENGTHS, TOKENS, KernelError, new_batch
 
@@ -371,7 +370,7 @@ def test_comparisons_of_a_model_build_it_again(monkeypatch):
         built.append((args, kwargs["dtype"]))
         return build_model(*args, **kwargs)
 
-    monkeypatch.setattr("flexvarlen.verify.compare.named_models.build_model", build)
+    monkeypatch.setattr("flexvarlen.verify.models.build_model", build)
     named = NamedModels(["qwen3@1"], [], torch.device("cpu"))
     dtypes = [torch.float32] * 2 + [torch.bfloat16] * 2
     loaded = [named.load("qwen3@1", dtype, 48, 0)[0].dtype for dtype in dtypes]

@@ -9,7 +9,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.report.figure import style_of
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.verify.experiment.batch import PackedBatch, recut
-from flexvarlen.verify.experiment.marks import FORMS, inputs_of
+from flexvarlen.verify.experiment.inputs import FORMS, inputs_of
 from flexvarlen.verify.experiment.variant import Sizes, make_variant, variant_names
 
 CPU = torch.device("cpu")
