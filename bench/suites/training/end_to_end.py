@@ -1,4 +1,4 @@
-"""Suite "end-to-end": transformers' `Trainer`, packed and padded, eager and with `torch_compile`.
+"""Suite "end-to-end": transformers' `Trainer`, packed and padded: eager, compiled, and with LoRA.
 
 A step's documents are Python's help topics in random order, exactly `tokens` of them; each variant
 gets the same documents in the same steps. A variant is `<batching>:<attention>`:
@@ -33,7 +33,7 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.model.geometries import GeometryCase
 from flexvarlen.bench.suites.model.utilisation import taken_for, utilised
 from flexvarlen.bench.suites.training import end_to_end_tables, texts
-from flexvarlen.bench.suites.training.end_to_end_tables import KEPT, parts_of
+from flexvarlen.bench.suites.training.end_to_end_tables import KEPT, LORA, parts_of
 from flexvarlen.bench.suites.training.trainer import (
     CheckedTrainer,
     Clock,
@@ -63,6 +63,7 @@ PADDED = (
     "padded:transformers:flash_attention_2",
     "padded-sorted:transformers:flash_attention_2",
 )
+WITH_LORA = (PACKED[0], *PACKED[2:4], *PADDED[2:])
 ON_CPU = (*PACKED[:2], *PADDED[:2])
 KNOWN = (
     *PACKED,
@@ -71,6 +72,7 @@ KNOWN = (
     *(f"packed:{THEIRS}{name}" for name in ("eager", "sdpa", "flash_attention_4")),
 )
 LEARNING_RATE = 1e-5
+PROJECTIONS = [f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")]
 ATTENTION = (
     torch.ops.flexvarlen.cu_seqlens_forward.default,  # of FlashAttention and varlen
     torch.ops.flexvarlen.sdpa_forward.default,
@@ -80,9 +82,10 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class TrainerCase(GeometryCase):
-    """One model on the same documents, eager or compiled.
+    """One model on the same documents.
 
     Attributes:
+        mode: "eager", "compiled", or "lora": eager, and adapters alone are trained.
         tokens: of a step's documents.
         longest: tokens at which a document is cut.
         warmup, steps: before the clock, and timed.
@@ -108,7 +111,14 @@ class TrainerCase(GeometryCase):
 
     def new_causal_lm(self, device: torch.device) -> PreTrainedModel:
         """Without transformers' cache, which would leak in train mode."""
-        return self.new_model(AutoModelForCausalLM, device, use_cache=False)
+        model = self.new_model(AutoModelForCausalLM, device, use_cache=False)
+        if self.mode == LORA:
+            from peft import LoraConfig, inject_adapter_in_model
+
+            # With B = 0, as LoRA begins, A has no gradient to compare.
+            lora = LoraConfig(target_modules=PROJECTIONS, init_lora_weights=False, r=16)
+            inject_adapter_in_model(lora, model)
+        return model
 
 
 class EndToEnd(Suite[TrainerCase]):
@@ -126,12 +136,12 @@ class EndToEnd(Suite[TrainerCase]):
                 "longest": 40,
             }
             case = replace(case, **small, warmup=1, steps=2, dtype=options.dtype)
-        return [case, replace(case, mode="compiled")]
+        return [case, replace(case, mode="compiled"), replace(case, mode=LORA)]
 
     def variants(self, case: TrainerCase, options: Options) -> Sequence[str]:
         if not options.on_gpu:
             return ON_CPU if case.mode == "eager" else ON_CPU[:1]
-        return PACKED if case.mode == "compiled" else PACKED + PADDED
+        return {"eager": PACKED + PADDED, "compiled": PACKED, LORA: WITH_LORA}[case.mode]
 
     def measure(self, case: TrainerCase, variants: Sequence[str], options: Options) -> Findings:
         if options.on_gpu and torch.cuda.device_count() > 1:
@@ -151,7 +161,7 @@ class EndToEnd(Suite[TrainerCase]):
         return [table.only(*shown) for table in self.tables(records)]
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        groups = end_to_end_tables.groups_of(records)
+        groups = end_to_end_tables.groups_of([r for r in records if r.case["mode"] != LORA])
         return [path for group in groups for path in end_to_end_tables.draw(group, folder)]
 
 
@@ -266,7 +276,9 @@ class _TrainerCase:
         lengths = [len(ids) for step in timed for ids in self.steps[step]]
         head = model.get_output_embeddings().weight.numel()
         ms = sum(timed.values()) * 1e3
-        used = utilised(model.base_model, lengths, ms, case.dtype, head=head, steps=len(timed))
+        used = {}
+        if case.mode != LORA:  # whose frozen parameters take fewer operations
+            used = utilised(model.base_model, lengths, ms, case.dtype, head=head, steps=len(timed))
         timing = summarize([seconds * 1e3 for seconds in timed.values()])
         packed = variant.startswith("packed")
         positions = [

@@ -13,6 +13,7 @@ from flexvarlen.report.table import Column, Table
 
 OURS = "packed:auto"
 KEPT = "@kept"
+LORA = "lora"
 
 
 def parts_of(variant: str) -> tuple[str, str, bool]:
@@ -92,7 +93,7 @@ def _what(records: Sequence[Record]) -> str:
     return (
         f"Trainer, {model_title(records[0], ' geometry')}, {case['tokens']:,} tokens per step"
         f"{counted}, Python's help topics cut at {case['longest']:,}; {case['dtype']}, "
-        f"{case['mode']}{', layers checkpointed' if case['checkpointing'] else ''}"
+        f"{'eager, LoRA' if case['mode'] == LORA else case['mode']}{', layers checkpointed' if case['checkpointing'] else ''}"
     )
 
 

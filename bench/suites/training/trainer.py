@@ -153,7 +153,7 @@ def check_first_step(
 
 
 def _matrices(model: PreTrainedModel) -> list[str]:
-    """Names of the first and the last layer's projections."""
+    """Names of the first and the last layer's projections, or of LoRA's."""
     last = model.config.num_hidden_layers - 1
-    wanted = re.compile(rf"\blayers\.(0|{last})\..*proj\.weight$")
-    return [name for name, _ in model.named_parameters() if wanted.search(name)]
+    wanted = re.compile(rf"\blayers\.(0|{last})\..*proj(\.lora_[AB]\.default)?\.weight$")
+    return [n for n, x in model.named_parameters() if x.requires_grad and wanted.search(n)]
