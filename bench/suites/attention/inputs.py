@@ -212,8 +212,25 @@ class Serial(Prepared):
         return self.fold(Results.joined(found))
 
 
+@dataclass(frozen=True)
+class Switched(Prepared):
+    """Its backward runs under torch's switch, which also fills new memory, as its users have it."""
+
+    def backward(self, out: Any) -> tuple[Tensor, ...]:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return super().backward(out)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 Prepare = Callable[[Inputs, bool], Prepared]
 """Takes the inputs, and whether a backward follows. Raises `Unsupported` with the reason."""
+
+
+def switched(prepare: Prepare, inputs: Inputs, needs_grad: bool) -> Prepared:
+    """A call of torch's own kernels, with a deterministic backward."""
+    return Switched(**vars(prepare(inputs, needs_grad)))
 
 
 def serial(prepare: Prepare) -> Prepare:

@@ -112,7 +112,8 @@ def standard(inputs: Inputs, needs_grad: bool) -> Prepared:
         scores = (q * scale) @ k.mT
         if inputs.causal:
             scores.masked_fill_(future, float("-inf"))
-        return scores.softmax(-1) @ v
+        out: Tensor = scores.softmax(-1) @ v
+        return out
 
     return replace(batch, forward=forward)
 
