@@ -214,14 +214,17 @@ class Serial(Prepared):
 
 @dataclass(frozen=True)
 class Switched(Prepared):
-    """Its backward runs under torch's switch, which also fills new memory, as its users have it."""
+    """Its backward runs under torch's switch, without the filling of memory that comes with it."""
 
     def backward(self, out: Any) -> tuple[Tensor, ...]:
+        switch: Any = torch.utils.deterministic
         torch.use_deterministic_algorithms(True)
+        switch.fill_uninitialized_memory = False
         try:
             return super().backward(out)
         finally:
             torch.use_deterministic_algorithms(False)
+            switch.fill_uninitialized_memory = True
 
 
 Prepare = Callable[[Inputs, bool], Prepared]
