@@ -55,6 +55,11 @@ def report(
             text = f"# {name}: {SUITES[name].summary}\n\n{whole[name]}\n"
             (tables / f"{name}.md").write_text(text, encoding="utf-8")
     bodies = whole | short
+    for name in short:
+        for part in suite_of(name).page_parts:
+            own = [record for record in suites[name] if record.case["part"] == part]
+            if text := all_markdown(suite_of(name).page_tables(own)):
+                bodies[f"{name}-{part}"] = text
     every = [record for records in suites.values() for record in records]
     table = summary(every)
     if table is not None:

@@ -23,6 +23,7 @@ SUITES: dict[str, Entry] = {
     "kernels": Entry("attention.kernels", "Every backend beside the kernel that it wraps; auto."),
     "varlen-study": Entry("attention.varlen_study", "FA2 and torch's varlen on a study's rows."),
     "padding": Entry("attention.padding", "Packed against padded attention."),
+    "published": Entry("attention.published", "Three published results, measured again."),
     "host-time": Entry("attention.host_time", "The host's time for a call, over the raw kernel's."),
     "model": Entry("model.whole_model", "Steps of whole models, packed, padded and one by one."),
     "packings": Entry("model.packings", "Compiled steps, one packing after another."),

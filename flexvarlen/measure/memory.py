@@ -36,6 +36,14 @@ def peak_memory_mib(call: Callable[[], object], device: torch.device | str) -> f
     return None if before is None or peak is None else max(0, peak - before) / 2**10
 
 
+def memory_growth_mib(call: Callable[[], object], device: torch.device) -> float | None:
+    """The same beyond what is alive before the call."""
+    gc.collect()
+    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    peak = peak_memory_mib(call, device)
+    return None if peak is None else peak - held / 2**20
+
+
 def memory_meaning(device: torch.device | str) -> str:
     """What `peak_memory_mib` measures on this device, for the heading of a table.
 

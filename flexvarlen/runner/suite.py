@@ -117,6 +117,8 @@ class Suite(ABC, Generic[C]):
     """Of the command and of the records' `suite`."""
     reads_text: ClassVar[bool] = False
     """Whether `Options.text` means something to it."""
+    page_parts: ClassVar[Sequence[str]] = ()
+    """Values of its cases' field `part` that have page tables of their own, as "SUITE-PART"."""
     whole_on_cpu: ClassVar[bool] = False
     """Whether a CPU measures all cases too, unless asked to be quick."""
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
+from functools import partial
 from itertools import groupby
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from flexvarlen.bench.suites import suite_of
 from flexvarlen.bench.suites.attention import engine
 from flexvarlen.bench.suites.attention.engine import measure_attention
-from flexvarlen.bench.suites.attention.inputs import Expected, Inputs, serial
+from flexvarlen.bench.suites.attention.inputs import Expected, Inputs, serial, switched
 from flexvarlen.bench.suites.attention.kernels import Kernels
 from flexvarlen.bench.suites.attention.packed import ours, sdpa_of_one
 from flexvarlen.bench.suites.attention.padded import Padding, sdpa
@@ -118,6 +121,81 @@ def test_out_of_memory_is_a_finding_and_the_others_are_timed():
     assert found["sdpa", "backward"] == "ok"
 
 
+def out_of_memory_after(calls):
+    """A variant whose backward finds no memory once that many ran."""
+    count = iter(range(1000))
+
+    def change(gradient, x):
+        if next(count) >= calls:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return gradient
+
+    def prepare(own, needs_grad):
+        right = ours("sdpa")(own, needs_grad)
+        return dataclasses.replace(right, forward=lambda: with_gradient(change)(right.forward()))
+
+    return prepare
+
+
+@pytest.mark.parametrize("calls", [0, 3])
+def test_a_backward_without_memory_leaves_the_forward(calls):
+    """Also where it runs out once others are timed beside it."""
+    variants = {"x": out_of_memory_after(calls), "sdpa": ours("sdpa")}
+    found = statuses(measure_attention(inputs(), variants, QUICK))
+    assert found == {
+        ("x", "forward"): "ok",
+        ("x", "backward"): "oom",
+        ("sdpa", "forward"): "ok",
+        ("sdpa", "backward"): "ok",
+    }
+
+
+def test_what_is_retried_alone_holds_no_memory_of_the_others():
+    outs = weakref.WeakSet()
+
+    def prepare(own, needs_grad):
+        right = ours("sdpa")(own, needs_grad)
+
+        def forward():
+            out = right.forward()
+            outs.add(out)
+            return out
+
+        return dataclasses.replace(right, forward=forward)
+
+    alive = []
+
+    def look(gradient, x):
+        gc.collect()
+        alive.append(len(outs))
+        return gradient
+
+    def watching(own, needs_grad):
+        right = ours("sdpa")(own, needs_grad)
+        return dataclasses.replace(right, forward=lambda: with_gradient(look)(right.forward()))
+
+    variants = {"a": prepare, "x": out_of_memory_after(3), "watching": watching}
+    measure_attention(inputs(), variants, QUICK)
+    assert alive[-1] == 0
+
+
+def test_a_switched_backward_is_deterministic_and_leaves_the_switch_off():
+    switch = []
+
+    def look(gradient, x):
+        switch.append(torch.are_deterministic_algorithms_enabled())
+        return gradient
+
+    def prepare(own, needs_grad):
+        right = ours("sdpa")(own, needs_grad)
+        return dataclasses.replace(right, forward=lambda: with_gradient(look)(right.forward()))
+
+    found = measure_attention(inputs(), {"x": partial(switched, prepare)}, QUICK)
+    assert set(statuses(found).values()) == {"ok"}
+    assert set(switch) == {True}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_variant_that_fails_in_the_timing_leaves_the_others():
     calls = []
 
@@ -149,8 +227,6 @@ def test_a_lost_device_stops_the_run_and_names_the_variant():
 def test_the_garbage_collector_runs_again_after_a_failure():
     with pytest.raises(RuntimeError, match="fails"):
         engine._timed({"x": _fails}, {"x": 1.0}, QUICK, 5, print)
-    import gc
-
     assert gc.isenabled()
 
 
@@ -245,7 +321,7 @@ def test_the_best_is_bold_and_never_one_that_waited_for_the_host():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["kernels", "varlen-study", "padding"])
+@pytest.mark.parametrize("name", ["kernels", "varlen-study", "padding", "published"])
 def test_a_quick_run_on_a_gpu(name, tmp_path):
     suite, out = suite_of(name), tmp_path / "records.jsonl"
     options = Options(torch.device("cuda"), quick=True, seconds=0.05)

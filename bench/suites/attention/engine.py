@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -76,7 +77,7 @@ def measure_attention(
         for variant in sorted(calls, key=lambda name: name == "auto"):
             run.check(variant, calls[variant])
         del expected, run.expected
-        run.time(run.checked)
+        run.time([(one, pass_) for one in run.checked for pass_ in one.measures])
         return [run.found[variant, pass_] for variant in calls for pass_ in PASSES]
 
 
@@ -123,17 +124,18 @@ class _Checked:
     prepare: Callable[[], Prepared]
     measures: dict[str, dict[str, Any]]
     seconds: dict[str, float] = field(default_factory=dict)
-    calls: dict[str, Callable[[], object]] | None = None
+    prepared: Prepared | None = None
+    out: Any = None
 
-    def prepared_calls(self) -> dict[str, Callable[[], object]]:
-        """The calls of each pass, prepared again if they were dropped."""
-        if self.calls is None:
-            prepared = self.prepare()
-            self.calls = {"forward": prepared.forward}
-            if "backward" in self.measures:
-                out = prepared.forward()
-                self.calls["backward"] = lambda: prepared.backward(out)
-        return self.calls
+    def call(self, pass_: str) -> Callable[[], object]:
+        """The call of a pass; what it needs is made again if it was dropped."""
+        if self.prepared is None:
+            self.prepared = self.prepare()
+        if pass_ == "forward":
+            return self.prepared.forward
+        if self.out is None:
+            self.out = self.prepared.forward()
+        return partial(self.prepared.backward, self.out)
 
 
 class _CaseMeasurement:
@@ -159,28 +161,30 @@ class _CaseMeasurement:
             self.found.setdefault((variant, pass_), finding)
 
     def check(self, variant: str, prepare: Prepare) -> None:
-        """Check it; if it does not fit in memory, once more with the other variants dropped."""
-        for last in (False, True):
+        """Check it; if it does not fit in memory, with the others dropped, then its forward."""
+        for attempt, needs_grad in enumerate((True, True, False)):
             try:
                 with self.stops_if_lost(variant):
-                    self._check(variant, prepare)
+                    self._check(variant, prepare, needs_grad)
                 return
             except torch.OutOfMemoryError as error:
                 self.release()
-                if last:
-                    self.record_failure(variant, "oom", one_line(error))
+                if attempt > 0:
+                    failed = ["backward"] if needs_grad else PASSES
+                    self.record_failure(variant, "oom", one_line(error), passes=failed)
             except DeviceLost:
                 raise
             except Exception as error:  # kernel packages assert and raise types of their own
                 self.record_failure(variant, *status_of(error))
                 return
 
-    def _check(self, variant: str, prepare: Prepare) -> None:
+    def _check(self, variant: str, prepare: Prepare, needs_grad: bool) -> None:
         begin = _now(self.options)
-        needs_grad = True
         try:
-            prepared = prepare(self.inputs, True)
+            prepared = prepare(self.inputs, needs_grad)
         except REFUSALS as error:  # of the backward, perhaps
+            if not needs_grad:
+                raise
             prepared = prepare(self.inputs, False)
             needs_grad = False
             self.record_failure(variant, *status_of(error), passes=["backward"])
@@ -212,33 +216,21 @@ class _CaseMeasurement:
 
     def try_out(self, one: _Checked) -> None:
         """The seconds of a second call of each pass."""
-        for pass_, call in one.prepared_calls().items():
-            one.seconds[pass_] = wall_seconds(call, self.options.device)
+        for pass_ in one.measures:
+            one.seconds[pass_] = wall_seconds(one.call(pass_), self.options.device)
 
-    def time(self, group: Sequence[_Checked]) -> None:
-        """Time a group in turns; each alone if they do not fit or one fails."""
-        if not group:
-            return
-        names = {f"{x.variant} {pass_}": (x, pass_) for x in group for pass_ in x.measures}
-        running = [group[0].variant]
-
-        def progress(name: str) -> None:
-            running.append(names[name][0].variant)
-
-        try:
-            calls = {name: x.prepared_calls()[pass_] for name, (x, pass_) in names.items()}
-            seconds = {name: x.seconds[pass_] for name, (x, pass_) in names.items()}
-            with self.stops_if_lost(running):
-                times = _timed(calls, seconds, self.options, self.repeats, progress)
-        except DeviceLost:
-            raise
-        except Exception as error:
+    def time(self, group: Sequence[tuple[_Checked, str]]) -> None:
+        """Time passes of variants in turns; each alone if they do not fit or one fails."""
+        names = {f"{x.variant} {pass_}": (x, pass_) for x, pass_ in group}
+        times = self.times(names) if names else {}
+        if isinstance(times, tuple):
             self.release()
-            if len(group) == 1:
-                self.record_failure(group[0].variant, *status_of(error))
-            for one in group if len(group) > 1 else ():
-                self.time([one])
-                self.release()
+            for one, pass_ in group:
+                if len(group) == 1:
+                    self.record_failure(one.variant, *times, passes=[pass_])
+                else:
+                    self.time([(one, pass_)])
+                    self.release()
             return
         alone = {"timed_alone": True} if len(group) == 1 < len(self.checked) else {}
         for name, (x, pass_) in names.items():
@@ -246,6 +238,25 @@ class _CaseMeasurement:
             if not measures.get("host_bound"):
                 measures["tflops"] = self.flops(pass_) / (measures["device_ms_p50"] * 1e9)
             self.found[x.variant, pass_] = Finding(x.variant, "ok", None, measures, pass_)
+
+    def times(
+        self, names: Mapping[str, tuple[_Checked, str]]
+    ) -> dict[str, dict[str, Any]] | tuple[Status, str]:
+        """What `_timed` gives of these, or what became of one that raised."""
+        running = [next(iter(names.values()))[0].variant]
+
+        def progress(name: str) -> None:
+            running.append(names[name][0].variant)
+
+        try:
+            calls = {name: x.call(pass_) for name, (x, pass_) in names.items()}
+            seconds = {name: x.seconds[pass_] for name, (x, pass_) in names.items()}
+            with self.stops_if_lost(running):
+                return _timed(calls, seconds, self.options, self.repeats, progress)
+        except DeviceLost:
+            raise
+        except Exception as error:
+            return status_of(error)
 
     def flops(self, pass_: str) -> float:
         """Of unmasked work."""
@@ -256,7 +267,7 @@ class _CaseMeasurement:
     def release(self) -> None:
         """Drop what the checked variants hold."""
         for one in self.checked:
-            one.calls = None
+            one.prepared = one.out = None
         gc.collect()
         if self.options.on_gpu:
             torch.cuda.empty_cache()

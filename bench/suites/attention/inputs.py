@@ -212,8 +212,28 @@ class Serial(Prepared):
         return self.fold(Results.joined(found))
 
 
+@dataclass(frozen=True)
+class Switched(Prepared):
+    """Its backward runs under torch's switch, without the filling of memory that comes with it."""
+
+    def backward(self, out: Any) -> tuple[Tensor, ...]:
+        switch: Any = torch.utils.deterministic
+        torch.use_deterministic_algorithms(True)
+        switch.fill_uninitialized_memory = False
+        try:
+            return super().backward(out)
+        finally:
+            torch.use_deterministic_algorithms(False)
+            switch.fill_uninitialized_memory = True
+
+
 Prepare = Callable[[Inputs, bool], Prepared]
 """Takes the inputs, and whether a backward follows. Raises `Unsupported` with the reason."""
+
+
+def switched(prepare: Prepare, inputs: Inputs, needs_grad: bool) -> Prepared:
+    """A call of torch's own kernels, with a deterministic backward."""
+    return Switched(**vars(prepare(inputs, needs_grad)))
 
 
 def serial(prepare: Prepare) -> Prepare:

@@ -87,7 +87,7 @@ def first_of(result: Any) -> Tensor:
     return out
 
 
-def packaged(module: str, inputs: Inputs, needs_grad: bool) -> Prepared:
+def packaged(module: str, inputs: Inputs, needs_grad: bool, **options: Any) -> Prepared:
     """`flash_attn_varlen_func` of a FlashAttention package; generations differ in its arguments."""
     function = importlib.import_module(module).flash_attn_varlen_func
     offered = {
@@ -98,7 +98,7 @@ def packaged(module: str, inputs: Inputs, needs_grad: bool) -> Prepared:
         "causal": inputs.causal,
     }
     known = inspect.signature(function).parameters
-    call = partial(function, **{name: x for name, x in offered.items() if name in known})
+    call = partial(function, **options, **{x: y for x, y in offered.items() if x in known})
     leaves = inputs.leaves(needs_grad)
     return Prepared(lambda: first_of(call(*leaves)), leaves, inputs.grad_out)
 
@@ -220,13 +220,14 @@ def nested(inputs: Inputs, needs_grad: bool) -> Prepared:
     return Prepared(forward, leaves, inputs.grad_out, lambda x: x.values() if x.is_nested else x)
 
 
+PACKAGES = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+"""The modules of FlashAttention, by the name of the backend."""
+
 RAW: dict[str, Prepare] = {
     "flex": partial(flex, "TRITON"),
     "flex_fa4": partial(flex, "FLASH"),
     "varlen": torch_varlen,
-    "fa2": partial(packaged, "flash_attn"),
-    "fa3": partial(packaged, "flash_attn_interface"),
-    "fa4": partial(packaged, "flash_attn.cute"),
+    **{name: partial(packaged, module) for name, module in PACKAGES.items()},
     "nested": nested,
 }
 """By the name of the backend that wraps it."""

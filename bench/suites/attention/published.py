@@ -1,0 +1,300 @@
+"""Suite "published": three published results, measured again and set beside the published figures.
+
+- "overhead": what varlen costs over fixed lengths, and a deterministic backward over another one.
+  Dao-AILab/flash-attention#2150 has it of FA4 on a B200, in this shape.
+- "memory": time and peak memory of attention that holds all scores, and of kernels that do not;
+  alone, and in Llama. NousResearch/hermes-agent (flash-attention skill) has the forward's times of
+  this shape on an H100, FA3's in FP16, under a mask that it does not name.
+- "sdpa": the kernels behind SDPA, each forced, beside FA2. No source was found of these figures.
+
+All documents of a case are equally long. "fixed:", "sdpa:" and "standard" take them as a batch, the
+others as one packed row; "raw:" is a kernel's own varlen function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from flexvarlen.bench.suites.attention.engine import measure_attention
+from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare, Prepared, switched
+from flexvarlen.bench.suites.attention.packed import ON_CPU, PACKAGES, RAW, ours
+from flexvarlen.bench.suites.attention.padded import fixed, forced, sdpa, standard
+from flexvarlen.bench.suites.attention.padding import PaddingCase
+from flexvarlen.bench.suites.attention.tables import (
+    MASK,
+    PASS,
+    Measured,
+    measured,
+    times_table,
+    where,
+)
+from flexvarlen.bench.suites.model.cases import ModelCase, split_variant
+from flexvarlen.bench.suites.model.tables import is_ok, value
+from flexvarlen.bench.suites.model.whole_model import Training
+from flexvarlen.measure.memory import memory_growth_mib
+from flexvarlen.report.records import Record, by_machine
+from flexvarlen.report.table import NOTHING, Column, Table, number, share, three_digits
+from flexvarlen.runner.suite import Findings, Options, Suite, choose
+from flexvarlen.verify.experiment.measure import CheckedVariant, first_run, measure_variants
+from flexvarlen.verify.experiment.variant import make_variant
+
+SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
+ORDERED = "@deterministic"
+TIMED = (("forward", ""), ("backward", ""), ("backward", ORDERED))
+FA4_ON_B200 = {
+    False: ((1.445, 1.485), (4.461, 4.577), (6.007, 6.020)),
+    True: ((0.775, 0.792), (2.447, 2.542), (2.923, 3.012)),
+}
+"""Published ms of fixed lengths and of varlen, in the order of `TIMED`, by causal."""
+KERNELS = {x: (f"fixed:{x}", f"raw:{x}") for x in PACKAGES}
+KERNELS["torch"] = ("sdpa:flash", "raw:varlen")  # of fixed lengths, and varlen
+DEFAULT, FA2, FA3 = "sdpa:default", "fixed:fa2", "fixed:fa3"
+FORCED = {
+    "sdpa:flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa:efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa:math": SDPBackend.MATH,
+}
+PACKED = ("flex", "varlen", "fa2", "fa3")
+THEIRS = ("eager", "flash_attention_2", "flash_attention_3")
+
+
+def observed(prepare: Prepare, default: Prepare | None, inputs: Inputs, grad: bool) -> Prepared:
+    """The same, with measures.
+
+    `forward_peak_mib`, and `backward_peak_mib` of a forward with its backward; `same_bits`: of two
+    backwards; `unequal`, `difference`: the share of elements that are not the default's, the most.
+    """
+    one = prepare(inputs, grad)
+    measures: dict[str, Any] = {}
+    calls: dict[str, Any] = {"forward": one.forward}
+    calls["backward"] = lambda: one.backward(one.forward())
+    for pass_ in ("forward", "backward")[: 1 + grad]:
+        calls[pass_]()  # compiles
+        measures[f"{pass_}_peak_mib"] = memory_growth_mib(calls[pass_], inputs.q.device)
+    if grad:
+        measures["same_bits"] = all(map(torch.equal, calls["backward"](), calls["backward"]()))
+    if default is not None:
+        out, other = (x.as_THD(x.forward().detach()) for x in (one, default(inputs, False)))
+        measures["unequal"] = float((out != other).double().mean())
+        measures["difference"] = float((out.double() - other.double()).abs().max())
+    return replace(one, measures={**one.measures, **measures})
+
+
+def calls_of(part: str, options: Options) -> dict[str, Prepare]:
+    """The variants of a part."""
+    each: dict[str, Prepare] = {name: partial(forced, kernel) for name, kernel in FORCED.items()}
+    batches = {f"fixed:{name}": partial(fixed, module) for name, module in PACKAGES.items()}
+    if part == "overhead":
+        asked: dict[str, Any] = {**batches, **{f"raw:{name}": RAW[name] for name in PACKAGES}}
+        of_torch = {"sdpa:flash": each["sdpa:flash"], "raw:varlen": RAW["varlen"]}
+        ordered = {x + ORDERED: partial(call, deterministic=True) for x, call in asked.items()}
+        ordered |= {x + ORDERED: partial(switched, call) for x, call in of_torch.items()}
+        return asked | of_torch | ordered
+    packed = {name: ours(name) for name in (PACKED if options.on_gpu else ON_CPU[:1])}
+    others = {"standard": standard} if part == "memory" else {DEFAULT: sdpa, **each}
+    return {**others, **{x: batches[x] for x in (FA2, FA3)}, **packed}
+
+
+class EqualDocuments(PaddingCase):
+    """Attention on `batch` documents of `max_length` tokens each."""
+
+    @property
+    def name(self) -> str:
+        mask, head_dim = "causal" if self.causal else "full", self.embedding // self.num_heads
+        return f"{self.part}-d{head_dim}-{mask}-{self.batch}x{self.max_length}"
+
+    def measure(self, variants: Sequence[str], options: Options) -> Findings:
+        chosen = choose(variants, calls_of(self.part, options)).items()
+        calls = {x: partial(observed, y, sdpa if self.part == "sdpa" else None) for x, y in chosen}
+        repeats = 100 if self.part == "overhead" else 30  # a cost is of a few percent
+        return measure_attention(self.inputs(options.device), calls, options, repeats=repeats)
+
+
+@dataclass(frozen=True)
+class LlamaSteps(ModelCase):
+    """A training step, and the forward of the base model alone; `mean_doc` tokens a document."""
+
+    part: str = "llama"
+
+    @property
+    def name(self) -> str:
+        return f"{self.geometry}-{self.mean_doc}"
+
+    def measure(self, variants: Sequence[str], options: Options) -> Findings:
+        steps = Training(self, options)
+        found = []
+        for pass_, check in ("training", steps.check), ("inference", partial(_forward, steps)):
+            own = measure_variants(variants, check, options, most_repeats=3)
+            found += [replace(x, pass_=pass_) for x in own]
+            steps.optimizer.state.clear()  # is no part of inference
+        return found
+
+
+def _forward(steps: Training, name: str) -> CheckedVariant:
+    """The forward alone, checked."""
+    batching, attention = split_variant(name)
+    variant = make_variant(attention, steps.base, steps.sizes, train=False)
+    call = partial(steps.step, variant, steps.forwards(variant, batching, steps.row))
+    step = partial(steps.checked_step, variant, batching, steps.step, steps.row)
+    outputs, compilation = first_run(step)
+    errors, wrong = steps.alone.check(outputs)
+    return CheckedVariant(call, compilation | errors, wrong)
+
+
+class Published(Suite[Any]):
+    """Each part has tables of its own on the page."""
+
+    name: ClassVar[str] = "published"
+    page_parts: ClassVar[Sequence[str]] = ("overhead", "memory", "llama", "sdpa")
+
+    def cases(self, options: Options) -> Sequence[EqualDocuments | LlamaSteps]:
+        def equal(part: str, causal: bool, batch: int, tokens: int, heads: int, dim: int) -> Any:
+            shape = (causal, batch, tokens, heads * dim, heads, options.dtype)
+            return EqualDocuments("full-length", *shape, part=part)
+
+        def llama(geometry: str, layers: int, total: int, tokens: int) -> LlamaSteps:
+            documents: Any = ("uniform", "", tokens, None, False)
+            return LlamaSteps(geometry, layers, "eager", total, *documents, dtype=options.dtype)
+
+        if options.is_small:
+            small = [equal(x, True, 2, 48, 2, 64) for x in self.page_parts if x != "llama"]
+            return [*small, llama("llama-tiny", 2, 96, 48)]
+        return [
+            *(equal("overhead", causal, 4, 8192, 16, 128) for causal in (False, True)),
+            *(equal("memory", True, 8, tokens, 32, 64) for tokens in SIZES),
+            equal("memory", False, 8, 8192, 32, 64),
+            *(equal("sdpa", x, 4, 4096, 2048 // d, d) for d in (64, 128) for x in (False, True)),
+            *(llama("llama-3.2-1b", 16, 16_384, tokens) for tokens in SIZES),
+        ]
+
+    def variants(self, case: Any, options: Options) -> Sequence[str]:
+        if isinstance(case, EqualDocuments):
+            return list(calls_of(case.part, options))
+        theirs = [f"padded:transformers:{name}" for name in THEIRS]
+        return [*theirs, "packed:flex" if options.on_gpu else "packed:sdpa"]
+
+    def measure(self, case: Any, variants: Sequence[str], options: Options) -> Findings:
+        return list(case.measure(variants, options))
+
+    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        shown = [r for r in records if r.case["part"] != "sdpa" or r.case["num_heads"] == 16]
+        return self.tables(shown)
+
+    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
+        for own in by_machine(records):
+            for part, tables in zip(self.page_parts, TABLES, strict=True):
+                of_part = [x for x in measured(own) if x.case["part"] == part]
+                yield from tables(of_part, where(own)) if of_part else ()
+
+
+def _range(pairs: Iterable[Sequence[float | None]], form: str = "+.1%") -> str:
+    """The second over the first, least and most; with a sign, by how much it exceeds the first."""
+    known = sorted(b / a - form.startswith("+") for a, b in pairs if a and b is not None)
+    return " to ".join(dict.fromkeys(f"{x:{form}}" for x in known[:1] + known[-1:])) or NOTHING
+
+
+def _shape(case: Mapping[str, Any]) -> str:
+    of_head = f"{case['num_heads']} heads of {case['embedding'] // case['num_heads']}"
+    return f"{case['batch']} documents of equal length, {of_head}, {case['dtype']}"
+
+
+def _overhead(lines: Sequence[Measured], ran_on: str) -> Iterator[Table]:
+    case = lines[0].case
+    work = 4 * case["batch"] * case["max_length"] ** 2 * case["embedding"] / 1e9
+    at = {(x.case["causal"], x.pass_): x for x in lines}
+    rows = [
+        (causal, f"`{name}`", [[at[causal, x].ms(y + form) for y in pair] for x, form in TIMED])
+        for causal in (False, True)
+        if (causal, "backward") in at
+        for name, pair in KERNELS.items()
+    ]
+    theirs = [(causal, "FA4 on a B200, published", ms) for causal, ms in FA4_ON_B200.items()]
+
+    def times(index: int, row: tuple[bool, str, Any]) -> str:
+        done = work * (2.5 if index else 1) / (2 if row[0] else 1)
+        both = " → ".join(f"{ms:.2f} ({done / ms:,.0f})" for ms in row[2][index] if ms)
+        return f"{both}, {_range([row[2][index]])}" if all(row[2][index]) else NOTHING
+
+    groups = [[ms for *_, ms in group] for group in (rows, theirs)]
+    varlen = [_range(pair for ms in group for pair in ms) for group in groups]
+    ordered = [_range((ms[1][1], ms[2][1]) for ms in group) for group in groups]
+    others = {
+        y for x in lines for y, r in x.records.items() if r.measures.get("same_bits") is False
+    }
+    said = (
+        f"Varlen costs {varlen[0]} (published: {varlen[1]}), a deterministic backward of a packed "
+        f"row {ordered[0]} (published: {ordered[1]}). Other bits in a second deterministic "
+        f"backward: {', '.join(sorted(x for x in others if ORDERED in x)) or 'none'}."
+    )
+    columns = [
+        Column("mask", lambda row: "causal" if row[0] else "full"),
+        Column("kernel", lambda row: row[1]),
+        *(Column("".join(x).replace("@", ", "), partial(times, i)) for i, x in enumerate(TIMED)),
+    ]
+    title = f"{_shape(case)}: ms (TFLOP/s) of fixed lengths → of varlen, what it costs; {ran_on}"
+    yield Table.of([*rows, *theirs], columns, title, notes=[said])
+
+
+def _of(name: str) -> Callable[[Measured, str], float | None]:
+    return lambda line, x: value(line.records.get(x), name.format(line.pass_))
+
+
+def _memory(lines: Sequence[Measured], ran_on: str) -> Iterator[Table]:
+    known = [x for x in lines if x.case["max_length"] == 8192 and x.pass_ == "forward"]
+    fa2, fa3 = (_range(((x.ms(y), x.ms("standard")) for x in known), ".1f") for y in (FA2, FA3))
+    peak = _of("{}_peak_mib")
+    more = _range(((peak(x, FA2), peak(x, "standard")) for x in known), ".0f")
+    said = (
+        f"At 8,192 tokens FA2's forward is {fa2} times as fast as standard attention (published of "
+        f"an H100: 3.2), FA3's {fa3} times (5.6); standard attention takes {more} times the memory."
+    )
+    columns = [PASS, MASK, Column("tokens", lambda x: f"{x.case['max_length']:,}")]
+    times = times_table(lines, columns, f"{_shape(lines[0].case)}: ms on the device; {ran_on}")
+    yield replace(times, notes=(*times.notes, said))
+    title = "MiB by which a call raises the peak of memory; the backward's with its forward"
+    yield times_table(lines, columns, title, value=peak)
+
+
+def _llama(lines: Sequence[Measured], ran_on: str) -> Iterator[Table]:
+    columns, case = [PASS, Column("tokens", lambda x: f"{x.case['mean_doc']:,}")], lines[0].case
+    shape = f"{case['geometry']}, {case['tokens']:,} tokens in documents of equal length"
+    yield times_table(lines, columns, f"{shape}: ms; {ran_on}", value=_of("ms_p50"))
+    yield times_table(lines, columns, f"{shape}: peak MiB", value=_of("peak_mib"))
+
+
+def _sdpa(lines: Sequence[Measured], ran_on: str) -> Iterator[Table]:
+    backward = {repr(x.case): x for x in lines if x.pass_ == "backward"}
+    forwards = [x for x in lines if x.pass_ == "forward"]
+    records = [(x, name, r) for x in forwards for name, r in x.records.items()]
+    shares = {x: {value(r, "unequal") for _, y, r in records if y == x} for x in (FA2, *FORCED)}
+    took = [name for name in FORCED if shares[name] == {0.0}]
+    equal = _range(((1, 1 - x) for x in shares[FA2] if x is not None), ".1%")
+    slower = _range((x.ms(DEFAULT), x.ms(FA2)) for x in lines)
+    said = (
+        f"The default has the bits of {', '.join(took) or 'no kernel'}. FA2's output equals it in "
+        f"{equal} of the elements (published: 96.7%), its times differ by {slower} (published: 6%)."
+    )
+    columns = [
+        Column("heads", lambda row: str(row[0].case["num_heads"])),
+        Column("mask", lambda row: MASK.cell(row[0])),
+        Column("attention", lambda row: f"`{row[1]}`"),
+        Column("forward ms", lambda row: three_digits(row[0].ms(row[1]))),
+        Column("backward ms", lambda row: three_digits(backward[repr(row[0].case)].ms(row[1]))),
+        Column("not the default's bits", lambda row: share(value(row[2], "unequal"))),
+        Column("largest difference", lambda row: number(value(row[2], "difference"))),
+        Column("error against fp64", lambda row: number(value(row[2], "error_out"))),
+        Column("outcome", lambda row: "" if is_ok(row[2]) else row[2].outcome),
+    ]
+    case = lines[0].case
+    title = f"{case['batch']} documents of {case['max_length']:,} tokens, {case['dtype']}; {ran_on}"
+    yield Table.of(records, columns, title, notes=[said])
+
+
+TABLES, SUITE = (_overhead, _memory, _llama, _sdpa), Published()
