@@ -1,4 +1,4 @@
-"""The README's table of measurements, and its picture, from the records of several suites."""
+"""The README's table of what flexvarlen gains, and its picture, from records of several suites."""
 
 from __future__ import annotations
 
@@ -6,134 +6,179 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flexvarlen.bench.suites.masks.builders import COMPARED
-from flexvarlen.bench.suites.masks.mask_build import HEADLINE_TOKENS
 from flexvarlen.report.figure import bars, chart, save, style_of
-from flexvarlen.report.records import Record, provenance
-from flexvarlen.report.table import Table, three_digits
+from flexvarlen.report.records import Record, ran_on
+from flexvarlen.report.table import Table
 
-CU_SEQ_LENS = "transformers:flash_attention_3@cu_seq_lens"
-PADDED = "padded:transformers:flash_attention_2"
+Fields = Mapping[str, object]
 
 
-class Gain(NamedTuple):
-    """How many times as fast one variant of a suite is as another.
+class Pair(NamedTuple):
+    """What somebody runs today, and the same with flexvarlen.
 
     Attributes:
-        what, baseline: the workload, and what `theirs` is.
+        what: what is run today, for the picture.
         suite, measure: of which more is better if it is a rate.
-        ours, theirs: the variants.
-        case: fields of their cases.
+        case: fields of both cases.
+        ours, theirs: further fields of each.
     """
 
     what: str
-    baseline: str
     suite: str
     measure: str
-    ours: str
-    theirs: str
-    case: Mapping[str, object]
+    case: Fields
+    ours: Fields
+    theirs: Fields
 
-    def times(self, records: Sequence[Record]) -> float | None:
-        """The ratio of what was measured; None without the records."""
-        found = {
-            r.case["variant"]: r.measures[self.measure]
-            for r in records
-            if r.suite == self.suite and r.status == "ok" and self.case.items() <= r.case.items()
-        }
-        if not {self.ours, self.theirs} <= set(found):
+    def records(self, every: Sequence[Record]) -> tuple[Record, Record] | None:
+        """Those of both; None unless both were measured."""
+        found = []
+        for own in (self.ours, self.theirs):
+            fields = {**self.case, **own}.items()
+            of_suite = (r for r in every if r.suite == self.suite and r.status == "ok")
+            found += [next((r for r in of_suite if fields <= r.case.items()), None)]
+        ours, theirs = found
+        return None if ours is None or theirs is None else (ours, theirs)
+
+    def times(self, every: Sequence[Record]) -> float | None:
+        """How many times as fast ours is; None without the records."""
+        both = self.records(every)
+        if both is None:
             return None
-        ratio: float = found[self.ours] / found[self.theirs]
+        ours, theirs = (r.measures[self.measure] for r in both)
+        ratio: float = ours / theirs
         return ratio if self.measure.endswith("_per_s") else 1 / ratio
 
 
+class Gain(NamedTuple):
+    """A line of the table: what a reader has today, what to call, and what that gains."""
+
+    today: str
+    call: str
+    pairs: tuple[Pair, ...]
+
+
+def _trainer(mode: str, what: str, theirs: str) -> Pair:
+    ours, other = {"variant": "packed:auto"}, {"variant": theirs}
+    return Pair(what, "end-to-end", "tokens_per_s", {"mode": mode}, ours, other)
+
+
+def _grpo(prompt: int, group: int) -> Pair:
+    what = f"GRPO, padded FA3: {group} answers to a prompt of {prompt:,}"
+    case = {"task": "grpo", "geometry": "qwen3-1.7b", "prompt": prompt, "group": group}
+    ours, theirs = {"variant": "auto+shared"}, {"variant": "padded-fa3"}
+    return Pair(what, "preference", "samples_per_s", case, ours, theirs)
+
+
+def _hybrid(what: str, batching: str) -> Pair:
+    theirs = {"variant": f"{batching}:transformers:flash_attention_3+fla-conv"}
+    ours = {"variant": "auto"}
+    return Pair(what, "hybrid", "tokens_per_s", {"kind": "padded"}, ours, theirs)
+
+
+_SFT: Fields = {"variant": "sft", "tokens": 131_072}
+_FA2, _FA3 = ("packed:transformers:flash_attention_2", "packed:transformers:flash_attention_3")
 GAINS = (
     Gain(
-        "Trainer, Qwen3-1.7B",
-        "padded batches, transformers FA2",
-        *("end-to-end", "tokens_per_s", "packed:auto", PADDED),
-        {"mode": "eager"},
+        "GRPO in TRL: padded, prompts of 1,024 to 4,096 tokens",
+        "[`patch_trainer(trainer, share_prefixes=True)`](docs/preference.md)",
+        tuple(_grpo(prompt, group) for prompt in (4096, 1024) for group in (16, 8)),
     ),
     Gain(
-        "Trainer with `torch_compile`, Qwen3-1.7B",
-        "packed rows, transformers FA2",
-        *("end-to-end", "tokens_per_s", "packed:auto", "packed:transformers:flash_attention_2"),
-        {"mode": "compiled"},
+        "a hybrid model (Qwen3.5), padded; packed, transformers [leaks](docs/benchmarks/leaks.md)",
+        "[`patch_model`](docs/families.md#hybrid-and-state-space-models) and packed rows",
+        (
+            _hybrid("hybrid model, padded FA3", "padded"),
+            _hybrid("hybrid model, padded FA3, sorted", "padded-sorted"),
+        ),
     ),
     Gain(
-        "TRL's GRPO update with `share_prefixes=True`, 16 answers to a prompt of 4,096 tokens",
-        "padded batches, transformers FA3",
-        *("preference", "samples_per_s", "auto+shared", "padded-fa3"),
-        {"task": "grpo", "prompt": 4096, "group": 16},
+        "a dense model, padded, FlashAttention-2; sorted by length or not",
+        "`patch_model` and [packed rows](docs/packing.md)",
+        (
+            _trainer("eager", "Trainer, padded FA2", "padded:transformers:flash_attention_2"),
+            _trainer(
+                "eager",
+                "Trainer, padded FA2, sorted",
+                "padded-sorted:transformers:flash_attention_2",
+            ),
+        ),
     ),
     Gain(
-        f"building a FlexAttention block mask, {HEADLINE_TOKENS:,} tokens",
-        "compiled `create_block_mask`",
-        *("mask-build", "wall_us_p50", COMPARED, "create_block_mask compiled"),
-        {"part": "build", "tokens": HEADLINE_TOKENS},
+        "a row of 131,072 tokens on one GPU: packed rows over several are refused by TRL",
+        "[`patch_trainer(trainer, context_parallel=2)`](docs/several-gpus.md), on two GPUs",
+        (
+            Pair(
+                "SFT, a row on one GPU: ours on two",
+                *("scaling-ranks", "tokens_per_s"),
+                *(_SFT, {"ranks": 2}, {"ranks": 1}),
+            ),
+        ),
+    ),
+    Gain(
+        "TRL or Trainer packing with FlashAttention-2, a dense model: full, LoRA, compiled",
+        "`patch_model`; your documents are isolated already",
+        (
+            _trainer("compiled", "Trainer, packed FA2, compiled", _FA2),
+            _trainer("eager", "Trainer, packed FA2", _FA2),
+            _trainer("lora", "Trainer, packed FA2, LoRA", _FA2),
+        ),
+    ),
+    Gain(
+        "the same with FlashAttention-3, eager: full, LoRA",
+        "nothing: stay",
+        (
+            _trainer("eager", "Trainer, packed FA3", _FA3),
+            _trainer("lora", "Trainer, packed FA3, LoRA", _FA3),
+        ),
     ),
 )
 
 
 def summary(records: Sequence[Record]) -> Table | None:
     """A line for each of `GAINS`; None unless one GPU's records have them all."""
+    own, gpu = _of_one_gpu(records)
+    lines = []
+    for gain in GAINS:
+        times = [x for pair in gain.pairs if (x := pair.times(own)) is not None]
+        if len(times) < len(gain.pairs):
+            return None
+        ends = dict.fromkeys(f"{x:.2f}" for x in (min(times), max(times)))
+        lines.append((gain.today, gain.call, " to ".join(ends) + "×"))
+    header = ("you have today", "with flexvarlen", f"speed, {gpu}")
+    return Table("", header, tuple(lines))
+
+
+def _of_one_gpu(records: Sequence[Record]) -> tuple[list[Record], str | None]:
     gpus = [r.environment.get("gpu") for r in records if r.suite == "end-to-end"][:1]
     own = [r for r in records if r.environment.get("gpu") in gpus]
-    lines = [
-        (gain.what, gain.baseline, f"{three_digits(times)}×")
-        for gain in GAINS
-        if (times := gain.times(own)) is not None
-    ]
-    if len(lines) < len(GAINS):
-        return None
-    return Table("", (f"on one {gpus[0]}", "baseline", "speedup"), tuple(lines))
-
-
-# --- the picture ---------------------------------------------------------------------------------
-
-DRAWN = {
-    "packed:auto": "packed: flexvarlen auto",
-    "packed:fa3": "packed: flexvarlen fa3",
-    "packed:fa4": "packed: flexvarlen fa4",
-    "packed:fa2": "packed: flexvarlen fa2",
-    "packed:flex": "packed: flexvarlen flex",
-    f"packed:{CU_SEQ_LENS}": "packed: transformers FA3 with cu_seq_lens",
-    "padded-sorted:transformers:flash_attention_2": "padded, sorted by length: transformers FA2",
-    "padded:transformers:flash_attention_2": "padded: transformers FA2",
-    "padded:transformers:sdpa": "padded: transformers sdpa",
-}
-"""Variants of the suite "model", and what the picture calls them."""
-CASE = {"geometry": "qwen3-1.7b", "tokens": 32_768, "mode": "eager", "documents": "text"}
+    return own, gpus[0] if gpus else None
 
 
 def front_figure(records: Sequence[Record], folder: Path) -> Sequence[Path]:
-    """What packing gains in training; none without the records."""
-    found = {
-        r.case["variant"]: r
-        for r in records
-        if r.suite == "model" and r.status == "ok" and CASE.items() <= r.case.items()
-    }
-    if not set(DRAWN) <= set(found):
+    """What each pair gains; none without all records."""
+    own, _ = _of_one_gpu(records)
+    pairs = [pair for gain in GAINS for pair in gain.pairs]
+    found = {pair.what: pair.times(own) for pair in pairs}
+    times = {what: x for what, x in found.items() if x is not None}
+    if len(times) < len(pairs):
         return ()
-    own = [found[name] for name in DRAWN]
-    own.sort(key=lambda r: r.measures["tokens_per_s"], reverse=True)
-    speed = {r.case["variant"]: r.measures["tokens_per_s"] for r in own}
-    padded = [value for name, value in speed.items() if name.startswith("padded")]
-    gains = [speed["packed:auto"] / value for value in (max(padded), min(padded))]
-    errors = sorted(r.measures["error"] / r.measures["baseline_error"] for r in own)
+    used = [r for pair in pairs for r in pair.records(own) or ()]
+    times = dict(sorted(times.items(), key=lambda pair: -pair[1]))
+    low, high = min(times.values()), max(times.values())
     figure, (axes,) = chart(
-        f"Packed rows train {gains[0]:.1f} to {gains[1]:.1f} times as many tokens per second as "
-        "padded batches",
-        "Training steps of Qwen3-1.7B, bf16, eager, 32,768 tokens of texts a step; the title "
-        "compares flexvarlen auto. Each is as exact as documents alone in bf16: "
-        f"{errors[0]:.3f} to {errors[-1]:.3f} times their error against fp32 (TF32). "
-        f"{provenance(own)}",
-        height_px=360,
+        f"Training with flexvarlen: {low:.2f} to {high:.1f} times the speed of what you have today",
+        "Steps of Qwen3-1.7B and of a hybrid like Qwen3.5 (2B), bf16; each compared with its "
+        f"documents alone before it was timed. {ran_on(used[0].environment)}; "
+        f"flexvarlen bench {', '.join(sorted({r.suite for r in used}))}; commits: their tables.",
+        height_px=440,
     )
     bars(
         axes,
-        {DRAWN[x]: value for x, value in speed.items()},
-        label="document tokens per second",
-        colors=[style_of(name.partition(":")[2]).color for name in speed],
+        times,
+        label="times the speed of what is named at the left",
+        colors=[style_of("auto").color] * len(times),
+        texts=[f"{x:.2f}×" for x in times.values()],
     )
+    axes.axvline(1, color="black", linewidth=0.8)
     return [save(figure, folder / "front.png")]

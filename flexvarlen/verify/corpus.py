@@ -197,7 +197,7 @@ def pack(documents: Sequence[Sequence[int]], tokens: int, seed: int, source: str
                 ids += taken
                 lengths.append(len(taken))
     if rounds > 1:
-        source = f"{source}, {rounds} times over"
+        source = f"{source}; the texts repeated {rounds} times"
     return PackedBatch(torch.tensor([ids], dtype=torch.int64, device="cpu"), tuple(lengths), source)
 
 
@@ -211,7 +211,9 @@ def packed_text(
 ) -> PackedBatch:
     """Read, tokenize and pack in one go; arguments as in the functions above."""
     texts = read_documents(files, tokenizer)
-    what = "Python's pydoc topics" if not files else f"{len(files)} file(s) of the user's"
+    names = [Path(file).name for file in files]
+    what = ", ".join(names) if len(names) < 4 else f"{len(names)} files"
+    what = what or "Python's pydoc topics"
     how = (
         f"byte-level BPE of {min(VOCABULARY, vocabulary):,} tokens trained on them"
         if tokenizer is None

@@ -89,11 +89,12 @@ def table(records: Sequence[Record]) -> Table:
 def _what(records: Sequence[Record]) -> str:
     case = records[0].case
     documents = next((r.measures["documents"] for r in records if "documents" in r.measures), None)
+    mode = "eager, LoRA" if case["mode"] == LORA else case["mode"]
     counted = "" if documents is None else f" of {documents:.0f} documents on average"
     return (
         f"Trainer, {model_title(records[0], ' geometry')}, {case['tokens']:,} tokens per step"
         f"{counted}, Python's help topics cut at {case['longest']:,}; {case['dtype']}, "
-        f"{'eager, LoRA' if case['mode'] == LORA else case['mode']}{', layers checkpointed' if case['checkpointing'] else ''}"
+        f"{mode}{', layers checkpointed' if case['checkpointing'] else ''}"
     )
 
 

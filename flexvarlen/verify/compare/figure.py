@@ -62,18 +62,15 @@ def draw_errors(axes: Axes, records: Sequence[Record]) -> None:
     unit = (baseline[0].measures["logits_max"] if baseline else max(limits, default=1.0)) or 1.0
     shown = [x / unit if math.isfinite(x) else math.nan for x in errors]
     largest = max((x for x in shown if x > 0), default=1.0)
-    low, high = 0.4, 12 * largest
+    low, high = 0.4, 3 * largest
     for index, (record, error) in enumerate(zip(records, shown, strict=True)):
         leaks = record.measures.get("verdict") == "leaks"
         color = LEAK if leaks else style_of(record.case["variant"]).color
         at = error if error > 0 else 1.0
         axes.plot([at], [index], "o", color=color, markersize=7)
         text = f"{_multiple(error)}, leaks" if leaks else _multiple(error)
-        near_the_end = at**2 > low * high
-        offset = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}
-        offset |= {"ha": "right" if near_the_end else "left"}
-        offset["bbox"] = {"color": "white", "pad": 0.5}  # over the line of the limit
-        axes.annotate(text, (at, index), (-8 if near_the_end else 8, 0), **offset)  # type: ignore[arg-type]
+        beside = axes.get_yaxis_transform()  # x in widths of the axes, so right of all points
+        axes.text(1.02, index, text, fontsize=8.5, va="center", transform=beside)
     if limits and low < limits[0] / unit < high:
         axes.axvline(limits[0] / unit, color="#888888", linestyle="--", linewidth=1)
         axes.text(1.08 * limits[0] / unit, -0.75, "limit", fontsize=8, color="#555555")

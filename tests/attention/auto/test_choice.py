@@ -143,7 +143,7 @@ def test_sizes_do_not_depend_on_documents():
 
 def test_cpu_takes_the_fixed_order():
     explanation = explain()
-    assert (explanation.chosen, explanation.why) == ("sdpa", "fixed order on cpu")
+    assert (explanation.chosen, explanation.why) == ("sdpa", "the built-in order for cpu, which has no measurements")
 
 
 def test_the_text_names_each_backend(two):
