@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, grouped
 from flexvarlen.report.table import three_digits
-from flexvarlen.verify.compare.report import Report, describe, forward_only
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,18 +19,28 @@ LEAK = "#C0392B"
 ROW_PX, FRAME_PX = 26, 240
 
 
-def draw(records: Sequence[Record], folder: Path) -> list[Path]:
-    """A picture of each model's records that were timed; returns the files."""
+def draw(
+    records: Sequence[Record],
+    folder: Path,
+    title: Callable[[Sequence[Record]], str],
+    caption: Callable[[Sequence[Record]], str],
+    is_apart: Callable[[Record], bool],
+) -> list[Path]:
+    """A picture of each model's records that were timed; returns the files.
+
+    Args:
+        is_apart: whether a record's speed is of the forward alone: it is written, not drawn.
+    """
     paths = []
     models = grouped(records, "model")
     for model, own in models.items():
         timed = [r for r in own if r.measures.get("tokens_per_s")]
         if not timed:
             continue
-        title, caption = Report(tuple(own)).sentence(), f"{describe(own)}; flexvarlen compare."
-        height = FRAME_PX + ROW_PX * len(timed)
-        figure, (left, right) = chart(title, caption, height_px=height, panels=2)
-        draw_speeds(left, timed)
+        figure, (left, right) = chart(
+            title(own), caption(own), height_px=FRAME_PX + ROW_PX * len(timed), panels=2
+        )
+        draw_speeds(left, timed, is_apart)
         draw_errors(right, timed)
         right.set_yticks([])
         left.set_ylim(right.get_ylim())
@@ -41,11 +50,11 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
     return paths
 
 
-def draw_speeds(axes: Axes, records: Sequence[Record]) -> None:
-    """Tokens a second; of a forward alone the number, without a bar."""
+def draw_speeds(axes: Axes, records: Sequence[Record], is_apart: Callable[[Record], bool]) -> None:
+    """Tokens a second; of those apart the number alone, without a bar."""
     drawn, texts = {}, []
     for record in records:
-        speed, apart = record.measures["tokens_per_s"], forward_only(record)
+        speed, apart = record.measures["tokens_per_s"], is_apart(record)
         drawn[_name(record)] = 0.0 if apart else speed
         texts.append(f"{'forward alone: ' if apart else ''}{three_digits(speed)}")
     colors = [style_of(r.case["variant"]).color for r in records]

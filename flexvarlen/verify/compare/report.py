@@ -191,7 +191,14 @@ class Report:
 
         home = Path(folder)
         (home / "table.md").write_text(self.markdown(), encoding="utf-8")
-        return [home / "table.md", *draw(self.records, home)]
+
+        def title(own: Sequence[Record]) -> str:
+            return Report(tuple(own)).sentence()
+
+        def caption(own: Sequence[Record]) -> str:
+            return f"{describe(own)}; flexvarlen compare."
+
+        return [home / "table.md", *draw(self.records, home, title, caption, forward_only)]
 
 
 def _on_models(records: Sequence[Record]) -> str:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from flexvarlen.report.figure import chart
 from flexvarlen.report.records import Record
 from flexvarlen.verify.compare.figure import draw_errors, draw_speeds
-from flexvarlen.verify.compare.report import BASELINE, FORWARD_NOTE, Report
+from flexvarlen.verify.compare.report import BASELINE, FORWARD_NOTE, Report, forward_only
 
 
 def record(variant, speed=1000.0, error=1e-5, passes="forward+backward", **measures):
@@ -26,7 +26,7 @@ FLEX = record("flex", 9000.0, passes="forward")
 
 def test_speed_of_a_forward_alone_is_written_but_has_no_bar():
     axes = Figure().subplots()
-    draw_speeds(axes, [record("sdpa"), FLEX])
+    draw_speeds(axes, [record("sdpa"), FLEX], forward_only)
     assert [bar.get_width() for bar in axes.patches] == [1000.0, 0.0]
     assert [text.get_text() for text in axes.texts] == ["1,000", "forward alone: 9,000"]
 
@@ -57,7 +57,7 @@ def test_each_model_has_a_table_that_fits_the_terminal(width):
 def test_tick_labels_do_not_overlap_and_texts_stay_in_the_picture(factor):
     figure, (left, axes) = chart("title", "caption", panels=2)
     worst = record("transformers:sdpa", error=1e-5 * factor, verdict="leaks")
-    draw_speeds(left, [record(BASELINE), worst])
+    draw_speeds(left, [record(BASELINE), worst], forward_only)
     draw_errors(axes, [record(BASELINE), worst])
     axes.set_yticks([])
     figure.draw_without_rendering()
