@@ -93,17 +93,15 @@ class FlashAttentionBackend(CuSeqlensBackend):
         forward, backward, origin = self.kernel(call.device)
         if call.needs_grad and backward is None:
             return f"{origin} has no backward; use torch.no_grad(), or backend='flex'."
-        taken = [_parameters(forward)] + [_parameters(backward)] * call.needs_grad
-        asked = {
-            "softcap": call.softcap is not None,
-            "window_size_left": call.spec.left >= 0 or call.spec.right > 0,
-        }
-        lacking = [name for name, needed in asked.items() if needed and not _all_have(taken, name)]
-        if call.needs_grad and call.ordered_backward and not _all_have(taken[1:], "deterministic"):
-            lacking.append("deterministic")
-        if not lacking:
-            return None
-        return f"{origin} has no parameter {lacking[0]}; use backend='flex'."
+        wanted = ["softcap"] * (call.softcap is not None)
+        wanted += ["window_size_left"] * (call.spec.left >= 0 or call.spec.right > 0)
+        in_backward = ["deterministic"] * call.ordered_backward
+        lacking = set(wanted) - _parameters(forward)
+        if call.needs_grad:
+            lacking |= {*wanted, *in_backward} - _parameters(backward)
+        if lacking:
+            return f"{origin} has no parameter {min(lacking)}; use backend='flex'."
+        return None
 
 
 def _plain(function: Any) -> Any:
@@ -117,7 +115,3 @@ def _parameters(function: Any) -> set[str]:
     if isinstance(function, torch._ops.OpOverload):
         return {argument.name for argument in function._schema.arguments}
     return set(inspect.signature(function).parameters)
-
-
-def _all_have(parameters: list[set[str]], name: str) -> bool:
-    return all(name in taken for taken in parameters)

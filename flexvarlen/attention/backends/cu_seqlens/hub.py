@@ -121,7 +121,8 @@ def download(backend: str) -> None:
     repository = REPOSITORIES[backend]
     if _is_offline() or _problem_of_kernels(backend) or _folder(repository) is not None:
         return
-    from huggingface_hub.errors import HTTPError  # of httpx or httpx2, whichever it asks with
+    # Of httpx or httpx2, whichever it asks with.
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
     how = {"revision": f"v{repository.version}", "user_agent": {"framework": "flexvarlen"}}
     errors = (ImportError, OSError, RuntimeError, ValueError, HTTPError)
@@ -160,7 +161,6 @@ def _line(error: Exception) -> str:
 # ---- the package ----
 
 
-@cache
 def requirement(backend: str) -> str:
     """What pip installs to load the backend's kernel: `kernels` as the installed transformers asks.
 
