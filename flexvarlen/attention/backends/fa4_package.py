@@ -21,7 +21,7 @@ from flexvarlen.env import FA4_FOLDER, FA4_KEEPS, cache_folder
 INSTALL = "install it with: pip install 'flash-attn-4>=4.0.0b36'."
 REINSTALL = (
     "install it again after flash-attn, which overwrites it with an old copy: pip "
-    "install --force-reinstall --no-deps flash-attn-4"
+    "install --force-reinstall --no-deps flash-attn-4."
 )
 INTERFACE = "flash_attn.cute.interface"
 _NEEDED = ("cu_seqlens_q", "softcap", "window_size_left", "deterministic")
@@ -33,15 +33,18 @@ def package_refusal(name: str, device: torch.device) -> str | None:
     problem = package_problem(device)
     if problem is None:
         return None
-    return f"{name} needs flash_attn.cute, FlashAttention-4: {problem}; {INSTALL}"
+    remedy = REINSTALL if is_installed() else INSTALL
+    return f"{name} needs flash_attn.cute, FlashAttention-4: {problem}; {remedy}"
 
 
 def package_problem(device: torch.device) -> str | None:
     """Return why the installed FlashAttention-4 cannot be used, as part of a sentence, or None."""
-    # FA2's package ships an old copy of flash_attn.cute, but only FA4 installs cutlass.
-    if find_spec("cutlass") is None or find_spec("flash_attn") is None:
-        return "flash_attn.cute is not installed"
-    return _import_problem(device)
+    return _import_problem(device) if is_installed() else "it is not installed"
+
+
+def is_installed() -> bool:
+    """Return whether the package is there; FA2 ships an old copy, but only FA4 installs cutlass."""
+    return find_spec("cutlass") is not None and find_spec("flash_attn") is not None
 
 
 _IMPORTING = threading.Lock()
@@ -55,13 +58,11 @@ def _import_problem(device: torch.device) -> str | None:
         with importing(device):
             from flash_attn.cute.interface import _flash_attn_bwd
     except Exception as error:  # incompatible versions of the two packages may raise anything
-        return f"it does not import here ({type(error).__name__}: {error}), so {REINSTALL}"
+        return f"it does not import here ({type(error).__name__}: {error})"
     missing = [
         name for name in _NEEDED if name not in inspect.signature(_flash_attn_bwd).parameters
     ]
-    return (
-        f"it is too old here (it lacks {', '.join(missing)}), so {REINSTALL}" if missing else None
-    )
+    return f"it is too old here (it lacks {', '.join(missing)})" if missing else None
 
 
 @contextmanager

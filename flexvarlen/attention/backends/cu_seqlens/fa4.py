@@ -27,7 +27,8 @@ class FlashAttention4Backend(FlashAttentionBackend):
 
     def installed(self, device: torch.device) -> Any:
         """Return `flash_attn.cute.interface`, or why it cannot be used."""
-        return package_problem(device) or import_module(INTERFACE)
+        problem = package_problem(device)
+        return import_module(INTERFACE) if problem is None else f"flash_attn.cute: {problem}"
 
     def from_hub(self, device: torch.device) -> hub.HubKernel | hub.NotLoaded:
         """Return the kernel of the Hub that is on disk; it caches what it compiles, as FA4 does."""

@@ -8,7 +8,6 @@ have gradients, which some kernels of the Hub do not give.
 from __future__ import annotations
 
 import inspect
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -56,20 +55,21 @@ class FlashAttentionBackend(CuSeqlensBackend):
         Raises:
             NotImplementedError: there is none.
         """
-        if self._kernel is None:
-            reason = self.why_missing(device)
-            if reason is not None:
-                raise NotImplementedError(reason)
-        assert self._kernel is not None
-        return self._kernel
+        found = self._kernel or self._find(device)
+        if isinstance(found, str):
+            raise NotImplementedError(found)
+        self._kernel = found
+        return found
 
     def why_missing(self, device: torch.device) -> str | None:
         """Require an installed package, or a kernel of the Hub on disk."""
-        if self._kernel is not None:
-            return None
-        problem = found = self.installed(device)
-        origin = self.package
-        if isinstance(problem, str):
+        found = self._kernel or self._find(device)
+        return found if isinstance(found, str) else None
+
+    def _find(self, device: torch.device) -> Kernel | str:
+        """The kernel, or the sentence why there is none."""
+        holder, origin = self.installed(device), self.package
+        if isinstance(problem := holder, str):
             kernel = self.from_hub(device)
             if isinstance(kernel, hub.NotLoaded):
                 return (
@@ -77,16 +77,13 @@ class FlashAttentionBackend(CuSeqlensBackend):
                     f"{hub.REPOSITORIES[self.name].name}; {problem}, and {kernel.reason}: "
                     f"{kernel.remedy}, or {self.install}"
                 )
-            origin = kernel.origin
-            try:
-                found = attrgetter(self.hub_path)(kernel.module)
-            except AttributeError:
-                return f"{self.name} finds no {self.hub_path} in {origin}; {self.install}"
-        forward, backward = (getattr(found, name, None) for name in self.functions)
+            holder, origin = kernel
+            for name in self.hub_path.split("."):
+                holder = getattr(holder, name, None)
+        forward, backward = (getattr(holder, name, None) for name in self.functions)
         if forward is None:
             return f"{self.name} finds no {self.functions[0]} in {origin}; {self.install}"
-        self._kernel = Kernel(_plain(forward), _plain(backward), origin)
-        return None
+        return Kernel(_plain(forward), _plain(backward), origin)
 
     def why_lacking(self, call: AttentionCall) -> str | None:
         """Refuse what the functions of this kernel have no parameter for."""
