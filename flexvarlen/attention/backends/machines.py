@@ -54,6 +54,14 @@ class HeadDims(NamedTuple):
         within = self.least <= head_dim and (self.most is None or head_dim <= self.most)
         return within and head_dim % self.multiple == 0
 
+    @property
+    def span(self) -> str:
+        """These in a cell of a table, as "8–256 by 8"."""
+        if self.most is None:
+            return "any" if self.least == 1 else f"from {self.least}"
+        step = f"{max(self.multiple, self.least)}–{self.most} by {self.multiple}"
+        return ", ".join([step, *map(str, self.also)])
+
     def __str__(self) -> str:
         words = [f"a multiple of {self.multiple}"] * (self.multiple > 1)
         words += [f"at least {self.least}"] * (self.least > self.multiple)
@@ -89,27 +97,29 @@ _NO_BACKWARD = "has no backward on compute capability 8.x; use backend='fa2', or
 _CUDNN = "is forward-only: its packed backward gives NaN in torch 2.11; use backend='varlen', or "
 _CUDNN += "torch.no_grad()."
 _FLEX = (None, FLOATS, HeadDims(least=16))
+_NO_CPU_BACKWARD = "has no backward on the CPU; use backend='sdpa' there, or torch.no_grad()."
+_HOPPER = "needs a Hopper GPU (compute capability 9.0); use backend='fa2' or 'flex'."
+_BLACKWELL_DIMS = HeadDims(8, 128, also=(256,))
 _NVIDIA = "needs an NVIDIA GPU; use backend='fa2' or 'flex'."
+
+
+def _cuda_gpu(vendor: str) -> str:
+    return f"needs a CUDA GPU, got {vendor}; use backend='sdpa'."
+
 
 TABLE: tuple[Row, ...] = (
     Row(_TORCH, "", (), None, ANY_FLOAT, HeadDims()),
     # NVIDIA, as FlashAttention, torch and cuDNN say
+    Row(_CUDA_ONLY, "nvidia", tuple(range(8)), _OLD),
     Row(("fa3",), "nvidia", (9,)),
-    Row(
-        *(("fa3",), "nvidia", ()),
-        "needs a Hopper GPU (compute capability 9.0); use backend='fa2' or 'flex'.",
-    ),
+    Row(("fa3",), "nvidia", (), _HOPPER),
     Row(("fa4",), "nvidia", (9,), gradients=FA4_GRADIENTS),
-    Row(
-        *(("fa4",), "nvidia", (10, 11)),
-        head_dims=HeadDims(8, 128, also=(256,)),
-        gradients=FA4_GRADIENTS,
-    ),
+    Row(("fa4",), "nvidia", (10, 11), head_dims=_BLACKWELL_DIMS, gradients=FA4_GRADIENTS),
     Row(("fa4",), "nvidia", (12,), head_dims=HeadDims(8, 128), gradients=FA4_GRADIENTS),
     Row(("fa4",), "nvidia", (8,), head_dims=HeadDims(8, 128), gradients=_NO_BACKWARD),
+    Row(("fa4",), "nvidia", (), "needs compute capability 8.x to 12.x; use backend='flex'."),
     Row(("flex_fa4",), "nvidia", (9, 10, 11), head_dims=HeadDims(32, 128)),
-    Row(("flex_fa4",), "nvidia", (8, 12), "needs a Hopper or Blackwell GPU; use backend='flex'."),
-    Row(_CUDA_ONLY, "nvidia", tuple(range(8)), _OLD),
+    Row(("flex_fa4",), "nvidia", (), "needs a Hopper or Blackwell GPU; use backend='flex'."),
     Row(("cudnn",), "nvidia", (), head_dims=HeadDims(8, 128), gradients=_CUDNN),
     Row(("fa2", "varlen", "nested"), "nvidia"),
     Row(("flex",), "nvidia", (), *_FLEX),
@@ -124,12 +134,9 @@ TABLE: tuple[Row, ...] = (
     Row(_CUDA_ONLY, "xpu", (), _NVIDIA),
     # MPS and the CPU: torch's own attention
     Row(("flex",), "mps", (), "has no backward on MPS; use backend='sdpa'."),
-    Row(
-        *(("flex",), "cpu", (), None, FLOATS, HeadDims()),
-        "has no backward on the CPU; use backend='sdpa' there, or torch.no_grad().",
-    ),
+    Row(("flex",), "cpu", (), None, FLOATS, HeadDims(), _NO_CPU_BACKWARD),
+    *(Row(_CUDA_ONLY, vendor, (), _cuda_gpu(vendor)) for vendor in ("mps", "cpu")),
 )
-
 
 _NAMES = {name for row in TABLE for name in row.backends}
 
@@ -163,8 +170,7 @@ def refusal(name: str, call: AttentionCall) -> str | None:
     if row is None and machine.vendor == "none":
         return f"{name} needs a CUDA GPU, and torch finds none here; use device='cpu'."
     if row is None:
-        other = "sdpa" if call.device.type != "cuda" else "flex"
-        return f"{name} needs a CUDA GPU, got {call.device.type}; use backend='{other}'."
+        return f"{name} {_cuda_gpu(machine.vendor)}"
     if row.refusal is not None:
         return f"{name} {row.refusal}"
     if call.dtype not in row.dtypes:

@@ -289,6 +289,6 @@ def test_the_version_of_kernels_is_what_transformers_asks_for(monkeypatch):
     }
     monkeypatch.setattr(hub, "find_spec", lambda name: name)
     monkeypatch.setattr(hub, "version", {"kernels": "0.1", "transformers": "5.24.0"}.get)
-    problem = hub._problem_of_kernels("fa4")
+    problem = hub.problem_of_kernels("fa4")
     assert problem.reason == f"kernels is 0.1, and transformers 5.24.0 needs kernels{asked}"
     assert problem.remedy.startswith(f"pip install 'kernels[curated]{asked}'")

@@ -98,7 +98,7 @@ def origin(backend: str) -> str | None:
 
 def on_disk(backend: str) -> HubKernel | NotLoaded:
     """The backend's kernel on this machine's disk, imported; asks no network."""
-    problem = _problem_of_kernels(backend)
+    problem = problem_of_kernels(backend)
     if problem is not None:
         return problem
     folder = _folder(REPOSITORIES[backend])
@@ -119,7 +119,7 @@ def download(backend: str) -> None:
     If that fails, `on_disk` says why.
     """
     repository = REPOSITORIES[backend]
-    if _is_offline() or _problem_of_kernels(backend) or _folder(repository) is not None:
+    if is_offline() or problem_of_kernels(backend) or _folder(repository) is not None:
         return
     # Of httpx or httpx2, whichever it asks with.
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def download(backend: str) -> None:
 
 def _not_on_disk(repository: Repository) -> NotLoaded:
     remedy = f"run: {DOCTOR}"
-    if _is_offline():
+    if is_offline():
         remedy = f"unset HF_HUB_OFFLINE and {remedy}, or set LOCAL_KERNELS={repository.name}=FOLDER"
         remedy += " to a copy"
     return NotLoaded(f"{repository} is not on disk", remedy)
@@ -183,7 +183,7 @@ def _requirement() -> Requirement:
     return (asked or [Requirement("kernels")])[0]
 
 
-def _problem_of_kernels(backend: str) -> NotLoaded | None:
+def problem_of_kernels(backend: str) -> NotLoaded | None:
     """Why the package `kernels` cannot be used, or None."""
     remedy = f"pip install '{requirement(backend)}' (or run: {DOCTOR})"
     try:
@@ -202,7 +202,7 @@ def _problem_of_kernels(backend: str) -> NotLoaded | None:
 # ---- the disk ----
 
 
-def _is_offline() -> bool:
+def is_offline() -> bool:
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
