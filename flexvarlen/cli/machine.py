@@ -110,6 +110,7 @@ def version_problems() -> list[str]:
 PACKAGES = (
     *("accelerate", "trl", "peft", "liger-kernel"),
     *("fla-core", "mamba-ssm"),  # kernels of recurrent layers
+    "kernels",
 )
 """Packages that models are trained with."""
 

@@ -195,3 +195,20 @@ def is_tried(name: str, device: torch.device) -> bool:
     Elsewhere its results are compared with the reference before first use.
     """
     return name == "reference" or name not in _NAMES or machine_of(device).is_tried
+
+
+def where(name: str) -> str:
+    """The machines that a backend runs on, each with its head_dims.
+
+    >>> where("cudnn")
+    'NVIDIA: 8–128 by 8, forward only'
+    """
+    found: dict[str, list[str]] = {}
+    for row in TABLE:
+        if name in row.backends and row.refusal is None:
+            what = row.head_dims.span
+            what += ", forward only" * isinstance(row.gradients, str)
+            what += f", gradients by {row.gradients}" * isinstance(row.gradients, int)
+            majors = " " + ", ".join(f"{major}.x" for major in row.majors)
+            found.setdefault(what, []).append(VENDORS.get(row.vendor, "all") + majors.rstrip())
+    return "; ".join(f"{', '.join(machines)}: {what}" for what, machines in found.items())
