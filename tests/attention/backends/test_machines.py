@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -55,8 +57,7 @@ def test_what_a_machine_serves(on, vendor, major, served, refused):
     for name in ("sdpa", "reference", *served.split()):
         assert refusal(name, call) is None
     for name, why in refused.items():
-        with pytest.raises(AssertionError, match=f"{name} .*{why}.*; use backend='"):
-            raise AssertionError(refusal(name, call))
+        assert re.search(f"^{name} .*{why}.*; use backend='", refusal(name, call))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_a_named_backend_is_checked_where_nobody_tried_it(monkeypatch, tmp_path,
             if right:
                 fv.packed_attention(q, q, q, layout, backend="sdpa").sum().backward()
                 continue
-            with pytest.raises(NotImplementedError, match="sdpa fails the check .*its output is"):
+            with pytest.raises(NotImplementedError, match=r"sdpa fails the check .*its output"):
                 fv.packed_attention(q, q, q, layout, backend="sdpa")
         assert len(decide._right if right else decide._failed) == 2
         fv.packed_attention(q, q, q, layout, backend="reference")
