@@ -42,14 +42,14 @@ class FlashAttention3Backend(FlashAttentionBackend):
 
     def why_unsupported(self, call: AttentionCall) -> str | None:
         """Refuse softcap if the build lacks it, and ordered backward for head_dim above 192."""
-        capturing = call.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if call.softcap is not None and capturing:
-            return "fa3 cannot test for softcap during CUDA graph capture; call it once before."
-        if call.softcap is not None and not _built_with_softcap(call.device):
-            return (
-                "fa3 is built without softcap here; build it without "
-                "FLASH_ATTENTION_DISABLE_SOFTCAP, or use backend='fa4' or 'flex'."
-            )
+        if call.softcap is not None:
+            if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return "fa3 cannot test for softcap during CUDA graph capture; call it once before."
+            if not _built_with_softcap(call.device):
+                return (
+                    "fa3 is built without softcap here; build it without "
+                    "FLASH_ATTENTION_DISABLE_SOFTCAP, or use backend='fa4' or 'flex'."
+                )
         return fa3_order_refusal(self.name, call)
 
     def forward(
