@@ -17,6 +17,9 @@ from flexvarlen.mask.spec import Align, MaskSpec
 _MODULES = (reference, sdpa, flex, flex_fa4, varlen, cudnn, nested, fa2, fa3, fa4)
 _REGISTRY: dict[str, Backend] = {module.BACKEND.name: module.BACKEND for module in _MODULES}
 
+_PACKAGED = {backend.name: backend for backend in (fa2.BACKEND, fa3.BACKEND, fa4.BACKEND)}
+"""Those of an installed package, else of the Hub."""
+
 BACKENDS: tuple[str, ...] = tuple(_REGISTRY)
 """The names of all backends."""
 
@@ -91,9 +94,10 @@ def refusal(name: str, call: AttentionCall) -> str | None:
 def named_refusal(name: str, call: AttentionCall) -> str | None:
     """As `refusal`, of a backend that the user named: its kernel may be loaded from the Hub."""
     reason = refusal(name, call)
-    if reason is None or name not in hub.REPOSITORIES or machines.refusal(name, call) is not None:
+    if reason is None or name not in _PACKAGED or machines.refusal(name, call) is not None:
         return reason
-    hub.download(name)
+    if _PACKAGED[name].why_missing(call.device) is not None:
+        hub.download(name)
     return refusal(name, call)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import warnings
@@ -245,6 +246,42 @@ def test_a_download_that_fails_says_why_and_is_tried_again(local_kernels, online
         with pytest.raises(NotImplementedError, match=rf"cannot be downloaded \({expected}\)"):
             results("fa2", layout, tensors(layout))
     assert errors == []
+
+
+def test_a_named_backend_that_is_here_asks_no_network(local_kernels, online):  # noqa: F811
+    """Refused for another reason, such as a prefix, it would have asked the Hub."""
+    local_kernels("fa2")
+    layout = layout_of()
+    with pytest.raises(NotImplementedError, match="fa2 has no prefixes"):
+        results("fa2", layout, tensors(layout), prefix=[1, 0, 2])
+
+
+def test_a_build_of_another_torch_is_downloaded_for_this_one(
+    local_kernels,  # noqa: F811
+    online,
+    monkeypatch,
+    tmp_path,
+):
+    """The snapshot in the cache has the one build that the torch of then asked for."""
+    import kernels
+
+    folder = tmp_path / "hub" / "kernels--kernels-community--flash-attn2" / "snapshots" / "d"
+    builds = lay_out(folder, "fa2") / "build"
+    (builds / "torch-universal").rename(builds / "torch20-cxx11-cu118-x86_64-linux")
+    assert "does not load here (" in fv.why_not("fa2", **HEADS)
+    here = lay_out(tmp_path / "elsewhere", "fa2") / "build" / "torch-universal"
+    monkeypatch.setattr(kernels, "install_kernel", lambda *_, **__: shutil.move(here, builds))
+    layout = layout_of()
+    results("fa2", layout, tensors(layout))
+
+
+def test_a_build_that_needs_other_kernels_is_left(local_kernels, online, tmp_path):  # noqa: F811
+    """`kernels` 0.17 would load them from the Hub, for auto too."""
+    local_kernels("fa2")
+    (file,) = tmp_path.glob("fa2-repository/build/*/metadata.json")
+    needs = {"kernel-depends": [{"repo-id": "a/b", "version": 1}]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | needs))
+    assert "needs other kernels, which would be loaded" in fv.why_not("fa2", **HEADS)
 
 
 def test_a_build_that_does_not_load_says_why(local_kernels):  # noqa: F811

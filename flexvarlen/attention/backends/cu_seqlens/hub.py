@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -98,28 +98,34 @@ def origin(backend: str) -> str | None:
 
 def on_disk(backend: str) -> HubKernel | NotLoaded:
     """The backend's kernel on this machine's disk, imported; asks no network."""
+    repository = REPOSITORIES[backend]
     problem = problem_of_kernels(backend)
     if problem is not None:
         return problem
-    folder = _folder(REPOSITORIES[backend])
+    local = _local_folder(repository)
+    folder = local or _cached_folder(repository)
     if folder is None:
-        return _not_downloaded.get(backend) or _not_on_disk(REPOSITORIES[backend])
+        return _not_downloaded.get(backend) or NotLoaded(
+            f"{repository} is not on disk", _how_to_load(repository)
+        )
     with _loading:
         if backend not in _loaded:
-            found = _imported(REPOSITORIES[backend], folder)
+            remedy = "correct what LOCAL_KERNELS names" if local else _how_to_load(repository)
+            found = _imported(repository, folder, remedy)
             if isinstance(found, NotLoaded):
-                return found
+                return _not_downloaded.get(backend, found)
             _loaded[backend] = found
         return _loaded[backend]
 
 
 def download(backend: str) -> None:
-    """Load the backend's kernel from the Hub to the disk, unless it is there; obeys HF_HUB_OFFLINE.
+    """Load the backend's kernel from the Hub to the disk, in the build of this torch.
 
-    If that fails, `on_disk` says why.
+    Nothing is loaded where HF_HUB_OFFLINE is set, or LOCAL_KERNELS names a copy. If it fails,
+    `on_disk` says why.
     """
     repository = REPOSITORIES[backend]
-    if is_offline() or problem_of_kernels(backend) or _folder(repository) is not None:
+    if is_offline() or problem_of_kernels(backend) or _local_folder(repository) is not None:
         return
     # Of httpx or httpx2, whichever it asks with.
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
@@ -136,21 +142,23 @@ def download(backend: str) -> None:
         )
 
 
-def _not_on_disk(repository: Repository) -> NotLoaded:
+def _how_to_load(repository: Repository) -> str:
     remedy = f"run: {DOCTOR}"
-    if is_offline():
-        remedy = f"unset HF_HUB_OFFLINE and {remedy}, or set LOCAL_KERNELS={repository.name}=FOLDER"
-        remedy += " to a copy"
-    return NotLoaded(f"{repository} is not on disk", remedy)
+    if not is_offline():
+        return remedy
+    copy = f"set LOCAL_KERNELS={repository.name}=FOLDER to a copy"
+    return f"unset HF_HUB_OFFLINE and {remedy}, or {copy}"
 
 
-def _imported(repository: Repository, folder: Path) -> HubKernel | NotLoaded:
+def _imported(repository: Repository, folder: Path, remedy: str) -> HubKernel | NotLoaded:
+    if any(build.get("kernel-depends") for build in _builds(folder)) and not is_offline():
+        reason = f"{repository} needs other kernels, which would be loaded from the Hub"
+        return NotLoaded(reason, "set HF_HUB_OFFLINE=1 with those on disk")
     try:
         module = import_module("kernels").get_local_kernel(folder)
     # No build for this system, a missing package, a library of another torch or CUDA.
     except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as error:
-        reason = f"{repository} does not load here ({_line(error)})"
-        return NotLoaded(reason, "fix that or delete the copy")
+        return NotLoaded(f"{repository} does not load here ({_line(error)})", remedy)
     return HubKernel(module, f"{repository} ({module.__name__})")
 
 
@@ -208,16 +216,21 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def _folder(repository: Repository) -> Path | None:
-    """The repository on disk: the folder that LOCAL_KERNELS names, else in the cache of the Hub.
-
-    There the one of the branch of the version, or, as `kernels` downloads commits, which are of no
-    branch, the newest whose build says that it is of this version.
-    """
+def _local_folder(repository: Repository) -> Path | None:
+    """The folder that LOCAL_KERNELS names."""
     for entry in os.environ.get("LOCAL_KERNELS", "").split(":"):
         name, _, folder = entry.partition("=")
         if name == repository.name:
             return Path(folder)
+    return None
+
+
+def _cached_folder(repository: Repository) -> Path | None:
+    """The snapshot of the version in the cache of the Hub.
+
+    It is that of the version's branch or, as `kernels` also downloads commits, which are of no
+    branch, the newest with a build that says that it is of this version.
+    """
     from huggingface_hub import constants
 
     cache_folder = Path(os.environ.get("KERNELS_CACHE") or constants.HF_HUB_CACHE)
@@ -227,16 +240,21 @@ def _folder(repository: Repository) -> Path | None:
         snapshot = kept / "snapshots" / branch.read_text(encoding="utf-8").strip()
         if snapshot.is_dir():
             return snapshot
-    snapshots = [x for x in kept.glob("snapshots/*") if _is_of(x, repository.version)]
+    snapshots = [
+        folder
+        for folder in kept.glob("snapshots/*")
+        if any(build.get("version") == repository.version for build in _builds(folder))
+    ]
     return max(snapshots, key=lambda folder: folder.stat().st_mtime, default=None)
 
 
-def _is_of(snapshot: Path, wanted: int) -> bool:
-    """Whether a build in the snapshot says that it is of the version."""
-    for file in snapshot.glob("build/*/metadata.json"):
-        try:
-            if json.loads(file.read_text(encoding="utf-8")).get("version") == wanted:
-                return True
-        except (OSError, ValueError):  # a download that was cut off
-            continue
-    return False
+def _builds(folder: Path) -> list[dict[str, Any]]:
+    """What the builds of a repository say of themselves, as far as it can be read."""
+    found = []
+    for pattern in ("build/*/metadata.json", "*/metadata.json", "metadata.json"):
+        for file in folder.glob(pattern):
+            try:
+                found.append(json.loads(file.read_text(encoding="utf-8")))
+            except (OSError, ValueError):  # a download that was cut off
+                continue
+    return [build for build in found if isinstance(build, dict)]
