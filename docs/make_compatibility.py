@@ -1,15 +1,17 @@
-"""docs/compatibility.md, from the tests and refusals of tests/compatibility.py.
+"""docs/compatibility.md, from tests/compatibility.py; where backends run, on docs/backends.md.
 
-python docs/make_compatibility.py             # writes the page
+python docs/make_compatibility.py             # writes the pages
 python docs/make_compatibility.py --check     # exit code 1 if it would change
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from flexvarlen.attention.backends.machines import where
 from flexvarlen.report.table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,7 +20,7 @@ sys.path.insert(0, str(ROOT))  # run as a script, it finds no tests/
 from tests.compatibility import ASKED, FEATURES, MEANING, TRAINERS, Column, cell  # noqa: E402
 from tests.patches.kinds import KINDS  # noqa: E402
 
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE, BACKENDS = ROOT / "docs" / "compatibility.md", ROOT / "docs" / "backends.md"
 
 HEAD = """\
 # Compatibility
@@ -67,12 +69,20 @@ def made() -> str:
     return "\n".join(parts) + "\n"
 
 
+def backends() -> str:
+    """The page of backends, with the last cell of its first table made."""
+    text = BACKENDS.read_text(encoding="utf-8")
+    row = re.compile(r"^(\| `(\w+)` \| `flexvarlen_\w+` \|[^|]*\|).*$", re.MULTILINE)
+    return row.sub(lambda cells: f"{cells[1]} {where(cells[2])} |", text)
+
+
 def main(arguments: list[str]) -> int:
-    """Write the page, or check it."""
-    page = made()
+    """Write the pages, or check them."""
+    pages = {PAGE: made(), BACKENDS: backends()}
     if "--check" in arguments:
-        return int(PAGE.read_text(encoding="utf-8") != page)
-    PAGE.write_text(page, encoding="utf-8")
+        return int(any(x.read_text(encoding="utf-8") != text for x, text in pages.items()))
+    for page, text in pages.items():
+        page.write_text(text, encoding="utf-8")
     return 0
 
 

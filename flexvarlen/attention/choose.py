@@ -14,7 +14,7 @@ import torch
 from flexvarlen.attention.auto import decide as auto
 from flexvarlen.attention.auto.decide import Decision
 from flexvarlen.attention.auto.keys import Sizes, bucket, describe, sizes, sizes_in_graph
-from flexvarlen.attention.backends.registry import refusal
+from flexvarlen.attention.backends.registry import named_refusal
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.env import torch_state
 from flexvarlen.mask.document_mask import DocumentMask
@@ -47,7 +47,7 @@ def choose(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
     if backend != "auto":
         key: tuple[object, ...] = (backend, call, None, torch_state())
         if key not in _table:
-            _require_usable(backend, call)
+            _require_usable(backend, call, mask)
             _remember(key, Decision(backend, "named", checked=True))
         return backend
     return decision_for(call, sizes(mask), mask).backend
@@ -100,8 +100,13 @@ def _remember(key: tuple[object, ...], decision: Decision) -> None:
     _table[key] = decision
 
 
-def _require_usable(backend: str, call: AttentionCall) -> None:
-    reason = refusal(backend, call)
+def _require_usable(backend: str, call: AttentionCall, mask: DocumentMask | None) -> None:
+    """Load and check the named backend's kernel, if need be.
+
+    Raises:
+        NotImplementedError: it cannot serve the call.
+    """
+    reason = named_refusal(backend, call) or auto.why_wrong(backend, call, mask)
     if reason is not None:
         raise NotImplementedError(reason)
 
@@ -136,5 +141,5 @@ def _choose_constant(
     call = AttentionCall(device, dtype, *heads, MaskSpec.from_ints(spec), 1.0, softcap, *flags)
     if backend == "auto":
         return decision_for(call, sizes, None, compiled=True).backend
-    _require_usable(backend, call)
+    _require_usable(backend, call, None)
     return backend

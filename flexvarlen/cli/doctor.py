@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.markup import escape
 
 from flexvarlen.cli.console import console, one_line_errors
@@ -12,11 +13,20 @@ if TYPE_CHECKING:
     from flexvarlen.cli.machine import BackendState
 
 
-def doctor() -> None:
-    """Say what auto takes on this machine, what every backend can do, and what to install."""
+def doctor(
+    install: Annotated[
+        bool,
+        typer.Option("--install", help="Get the best kernel of this machine: pip and the Hub."),
+    ] = False,
+) -> None:
+    """Say what is best on this machine and how to get it, and what every backend can do.
+
+    The first lines say what auto takes, which kernel would be best, and the command that gets it.
+    """
     with one_line_errors(doctor):
         import torch
 
+        from flexvarlen.cli import install as installing
         from flexvarlen.cli.machine import (
             DECODING,
             HEADS,
@@ -25,12 +35,17 @@ def doctor() -> None:
             chosen_by_auto,
             facts,
             fla_configs,
+            not_tried,
             version_problems,
         )
 
         on_gpu = torch.cuda.is_available()
         device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+        here = torch.device(device)
+        advice = installing.install(here) if install else installing.advice(here)
         console.print(chosen_by_auto(device, dtype), style="bold", markup=False, highlight=False)
+        for sentence in advice:
+            console.print(sentence, markup=False, highlight=False)
         console.print()
         for name, fact in facts(device).items():
             console.print(f"{name:13} {fact}", highlight=False)
@@ -44,6 +59,8 @@ def doctor() -> None:
             highlight=False,
         )
         _print_backends(backend_states(device, dtype), on_gpu)
+        if (untried := not_tried(device)) is not None:
+            console.print(untried, markup=False, highlight=False)
         console.print(f"\n{DECODING}", highlight=False)
         if (scans := checked_scans(device)) is not None:
             console.print(scans, markup=False, highlight=False)
@@ -54,13 +71,14 @@ def _print_backends(states: list[BackendState], on_gpu: bool) -> None:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("backend", "attn_implementation", "can", "why not, and what to do"):
+    for title in ("backend", "attn_implementation", "can", "head_dim", "why not, and what to do"):
         table.add_column(title)
     for state in states:
         if on_gpu or not state.needs_gpu:
             style = "" if state.reason is None else "yellow" if state.can == "run only" else "dim"
             reason = escape(state.reason or "")
-            table.add_row(state.name, state.implementation, state.can, reason, style=style)
+            cells = (state.name, state.implementation, state.can, state.head_dims, reason)
+            table.add_row(*cells, style=style)
     console.print(table)
     if not on_gpu:
         names = ", ".join(state.name for state in states if state.needs_gpu)

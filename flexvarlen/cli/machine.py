@@ -13,6 +13,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from flexvarlen.attention.backends.machines import machine_of, row_of
 from flexvarlen.attention.backends.registry import BACKENDS, IMPLEMENTATIONS, why_not
 from flexvarlen.attention.explain import Explanation, explain
 from flexvarlen.layout.packed_layout import PackedLayout
@@ -45,12 +46,14 @@ class BackendState:
         name: of the backend.
         implementation: its `attn_implementation` name in transformers, or "none".
         can: "train and run", "run only" or "nothing".
+        head_dims: those that it takes on such a machine; "" where it cannot run at all.
         reason: one sentence why not more, and what to do, or None.
     """
 
     name: str
     implementation: str
     can: str
+    head_dims: str
     reason: str | None
 
     @property
@@ -67,10 +70,21 @@ def backend_states(device: torch.device | str, dtype: torch.dtype) -> list[Backe
         training = why_not(name, device=device, dtype=dtype, **HEADS)
         running = why_not(name, device=device, dtype=dtype, needs_grad=False, **HEADS)
         can = "nothing" if running else "run only" if training else "train and run"
-        states.append(
-            BackendState(name, implementations.get(name, "none"), can, running or training)
-        )
+        row = row_of(name, machine_of(torch.device(device)))
+        dims = "" if row is None or row.refusal else row.head_dims.span
+        implementation = implementations.get(name, "none")
+        states.append(BackendState(name, implementation, can, dims, running or training))
     return states
+
+
+def not_tried(device: torch.device | str) -> str | None:
+    """A sentence for machines that flexvarlen's own tests do not run on; None on the others."""
+    if machine_of(torch.device(device)).is_tried:
+        return None
+    return (
+        "flexvarlen is not tried on such a machine: each backend is checked against the reference "
+        "before its first use."
+    )
 
 
 def version_problems() -> list[str]:
@@ -100,6 +114,7 @@ def version_problems() -> list[str]:
 PACKAGES = (
     *("accelerate", "trl", "peft", "liger-kernel"),
     *("fla-core", "mamba-ssm"),  # kernels of recurrent layers
+    "kernels",
 )
 """Packages that models are trained with."""
 

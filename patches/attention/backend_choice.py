@@ -10,7 +10,13 @@ from collections.abc import Mapping
 
 import torch
 
-from flexvarlen.attention.backends.registry import BACKENDS, get_backend, our_name, refusal
+from flexvarlen.attention.backends.registry import (
+    BACKENDS,
+    get_backend,
+    named_refusal,
+    our_name,
+    refusal,
+)
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.state import BackendChoice
@@ -102,7 +108,7 @@ def check_machine(
             deterministic=deterministic,
             batch_invariant=batch_invariant,
         )
-        reason = refusal(backend, call)
+        reason = named_refusal(backend, call)
         if reason is not None:
             several = len(kinds) > 1
             raise NotImplementedError(

@@ -34,9 +34,10 @@ _MOST_SCORES = 2**25
 
 _MOST_QUERIES = 256
 
-TOLERANCE = {torch.bfloat16: 2**-4, torch.float16: 2**-7, torch.float32: 2**-7}
+TOLERANCE = dict.fromkeys((torch.float16, torch.float32, torch.float64), 2**-7)
+TOLERANCE[torch.bfloat16] = 2**-4
 """Maximum relative error, ‖result − reference‖ / ‖reference‖: eight times the machine epsilon of
-the inputs. For fp32 it is that of TF32, which matrix products on GPUs may use."""
+the inputs. For fp32, and fp64, that of TF32, which matrix products on GPUs may use."""
 
 _LEAST = 2**-7
 """Lower limit for ‖reference‖, relative to the norm of grad_output: dq and dk of queries that
@@ -62,7 +63,7 @@ class Expected(NamedTuple):
 
     @classmethod
     def of(cls, call: AttentionCall, mask: DocumentMask, tensors: RandomTensors) -> Expected:
-        """Compute the results by dense attention in fp32, or in fp64 for fp32 inputs. Syncs."""
+        """Compute the results by dense attention in fp32, or in fp64 for wider inputs. Syncs."""
         lo, hi = mask.bounds()
         seeing = (lo < hi).nonzero()[:, 0]
         keys = mask.layout_k.total_tokens
@@ -72,7 +73,7 @@ class Expected(NamedTuple):
         grad_THD = torch.zeros_like(tensors.grad_THD)
         grad_THD[queries] = tensors.grad_THD[queries]
 
-        wide = torch.float64 if call.dtype == torch.float32 else torch.float32
+        wide = torch.float32 if call.dtype.itemsize < 4 else torch.float64
         q, k, v, *sinks = (
             x.detach().to(wide).requires_grad_(call.needs_grad)
             for x in (tensors.q_THD[queries], *tensors.inputs[1:])
@@ -128,16 +129,27 @@ def compare_with_reference(
             long rows alone, and which a backend that Dynamo compiles would compile once more for.
 
     Raises:
-        WrongResultError: they differ.
+        WrongResultError: they differ, or those of a deterministic call do from run to run.
     """
 
     def work() -> None:
         documents = _small_mask(call) if mask is None else mask
         tensors = RandomTensors.of(call, documents)
         expected = Expected.of(call, documents, tensors)
-        expected.check(CandidateCall(name, call, documents, tensors))
+        candidate = CandidateCall(name, call, documents, tensors)
+        expected.check(candidate)
+        if call.deterministic:
+            _check_bits(candidate, tensors.grad_THD)
 
     in_own_thread(call.device, work, needs_grad=call.needs_grad)
+
+
+def _check_bits(candidate: CandidateCall, grad_THD: Tensor) -> None:
+    """Raise WrongResultError unless two runs give the same bits."""
+    first, second = (candidate.results(grad_THD) for _ in range(2))
+    for name, result in first.items():
+        if not torch.equal(result, second[name]):
+            raise WrongResultError(f"its {name} is not deterministic: two runs differ in bits")
 
 
 class CannotCheckError(Exception):

@@ -11,7 +11,9 @@ The first kernel that can serve the call is taken; the packages of those behind 
 Before it is taken, its results are compared with the reference, once for each kind of call and
 machine; one that is wrong is skipped with a warning. Not compared: `sdpa`; `flex` and `flex_fa4`
 inside a compiled graph, as they cannot be compiled while a graph is traced; and the kernels of
-first calls in a backward or a CUDA graph capture.
+first calls in a backward or a CUDA graph capture. A kernel of the Hub must have been compared, also
+where a user names its backend; and so must, where it can, a backend on a machine that nobody has
+tried it on (`must_be_checked`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ from flexvarlen.attention.auto.check_results import (
 )
 from flexvarlen.attention.auto.measure import time_kernels
 from flexvarlen.attention.auto.table import Times
-from flexvarlen.attention.backends.registry import BACKENDS, fixed_order, refusal
+from flexvarlen.attention.backends.cu_seqlens import hub
+from flexvarlen.attention.backends.registry import (
+    BACKENDS,
+    fixed_order,
+    must_be_checked,
+    refusal,
+)
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure import HostAndDevice, Timing
@@ -153,11 +161,16 @@ def decide(
         if reason is not None:
             reasons.append(f"{name}: {reason}")
             continue
+        known = known_failure(name, call)
         # Kernels are checked when they are timed.
         checked = _check_once(name, call, mask) if check else name in tried.timings
         reason = known_failure(name, call)
-        if reason is None:
+        if reason is None and (checked or not check or hub.origin(name) is None):
             return Decision(name, why, checked)
+        if reason is None:
+            reason = "cannot be checked now"
+        elif known is None:
+            _warn_of_failure(name, call, reason)
         why += f"; {name} failed"
         reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no backend can serve this call. " + " ".join(reasons))
@@ -184,7 +197,8 @@ def measure_kernels(call: AttentionCall, bucket: keys.Bucket, mask: DocumentMask
         return
     timings, failed = time_kernels(call, mask, names)
     for name, reason in failed.items():
-        _fail(name, call, reason)
+        _failed[keys.check_key(name, call)] = reason
+        _warn_of_failure(name, call, reason)
     if not timings:
         return
     entry: Entry = {
@@ -243,9 +257,30 @@ def known_failure(name: str, call: AttentionCall) -> str | None:
     return _failed.get(keys.check_key(name, call))
 
 
+def why_wrong(name: str, call: AttentionCall, mask: DocumentMask | None) -> str | None:
+    """Why a backend that the user named may not serve a call: its results are wrong, or unchecked.
+
+    None if they are right, or need no check.
+    """
+    if not must_be_checked(name, call.device):
+        return None
+    kind, origin = call.kind(), hub.origin(name)
+    checked, what = _check_once(name, kind, mask), f"{name} of {origin}" if origin else name
+    if (reason := known_failure(name, kind)) is not None:
+        return (
+            f"{what} fails the check against the reference on this machine, for "
+            f"{keys.describe(call)}: {reason}; use another backend, such as 'flex'."
+        )
+    if checked or origin is None:
+        return None
+    now = why_nothing_runs(call.device) or "the memory does not suffice"
+    return f"{what} must be checked against the reference first, and {now}; call it once before."
+
+
 def _check_once(name: str, call: AttentionCall, mask: DocumentMask | None) -> bool:
     """Whether a kernel is known to be right; compares it with the reference if it can be run."""
-    if call.device.type not in CANDIDATES or name in _UNCHECKED:
+    unchecked = call.device.type not in CANDIDATES or name in _UNCHECKED
+    if unchecked and not must_be_checked(name, call.device):
         return True
     key = keys.check_key(name, call)
     if key in _right:
@@ -265,15 +300,14 @@ def _check_once(name: str, call: AttentionCall, mask: DocumentMask | None) -> bo
     except CannotCheckError:
         return False
     if reason is not None:
-        _fail(name, call, reason)
+        _failed[key] = reason
         return False
     _right.add(key)
     write_entries(cache_path(), {key: {}})
     return True
 
 
-def _fail(name: str, call: AttentionCall, reason: str) -> None:
-    _failed[keys.check_key(name, call)] = reason
+def _warn_of_failure(name: str, call: AttentionCall, reason: str) -> None:
     warnings.warn(
         f"flexvarlen: {name} failed when auto tried it ({reason}), so auto skips it for "
         f"{keys.describe(call)}; select it by name to see the error.",

@@ -16,6 +16,7 @@ import torch
 from packaging.version import Version
 
 from flexvarlen._version import __version__
+from flexvarlen.attention.backends.cu_seqlens import hub
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.env import torch_state
 from flexvarlen.layout.packed_layout import PackedLayout
@@ -118,7 +119,9 @@ def answer_key(call: AttentionCall, bucket: Sequence[int]) -> str:
 
 def check_key(name: str, call: AttentionCall) -> str:
     """Return the key under which the cache file notes that a kernel's results are right."""
-    return f"{_machine_and_kind(call)}; {name} is right"
+    origin = hub.origin(name)
+    kernel = name if origin is None else f"{name} of {origin}"
+    return f"{_machine_and_kind(call)}; {kernel} is right"
 
 
 def _machine_and_kind(call: AttentionCall) -> str:

@@ -23,27 +23,28 @@ REINSTALL = (
     "install it again after flash-attn, which overwrites it with an old copy: pip "
     "install --force-reinstall --no-deps flash-attn-4."
 )
-_HOPPER, _BLACKWELL = (9,), (10, 11)
+INTERFACE = "flash_attn.cute.interface"
 _NEEDED = ("cu_seqlens_q", "softcap", "window_size_left", "deterministic")
 """Required arguments of the backward, some of which are missing in versions before 4.0.0b36."""
 
 
 def package_refusal(name: str, device: torch.device) -> str | None:
-    """Return why FlashAttention-4 cannot run on this machine, or None."""
-    # FA2's package ships an old copy of flash_attn.cute, but only FA4 installs cutlass.
-    if find_spec("cutlass") is None or find_spec("flash_attn") is None:
-        return f"{name} needs flash_attn.cute, FlashAttention-4, which is not installed; {INSTALL}"
-    if torch.cuda.get_device_capability(device)[0] not in (*_HOPPER, *_BLACKWELL):
-        return f"{name} needs a Hopper or Blackwell GPU; use backend='fa2' or 'flex'."
-    problem = _import_problem(device)
-    if problem is not None:
-        return f"{name} needs flash_attn.cute, FlashAttention-4, {problem}; {REINSTALL}"
-    return None
+    """Return why the installed FlashAttention-4 cannot run on this machine, or None."""
+    problem = package_problem(device)
+    if problem is None:
+        return None
+    remedy = REINSTALL if is_installed() else INSTALL
+    return f"{name} needs flash_attn.cute, FlashAttention-4: {problem}; {remedy}"
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Return whether FlashAttention-4 runs its Hopper kernels on the device."""
-    return torch.cuda.get_device_capability(device)[0] in _HOPPER
+def package_problem(device: torch.device) -> str | None:
+    """Return why the installed FlashAttention-4 cannot be used, as part of a sentence, or None."""
+    return _import_problem(device) if is_installed() else "it is not installed"
+
+
+def is_installed() -> bool:
+    """Return whether the package is there; FA2 ships an old copy, but only FA4 installs cutlass."""
+    return find_spec("cutlass") is not None and find_spec("flash_attn") is not None
 
 
 _IMPORTING = threading.Lock()
@@ -54,14 +55,21 @@ _IMPORTING = threading.Lock()
 def _import_problem(device: torch.device) -> str | None:
     """Return why the installed `flash_attn.cute` cannot be used, as part of a sentence, or None."""
     try:
-        with _IMPORTING, _keeping_kernels(device):
+        with importing(device):
             from flash_attn.cute.interface import _flash_attn_bwd
     except Exception as error:  # incompatible versions of the two packages may raise anything
-        return f"which does not import here ({type(error).__name__}: {error})"
+        return f"it does not import here ({type(error).__name__}: {error})"
     missing = [
         name for name in _NEEDED if name not in inspect.signature(_flash_attn_bwd).parameters
     ]
-    return f"which is too old here (it lacks {', '.join(missing)})" if missing else None
+    return f"it is too old here (it lacks {', '.join(missing)})" if missing else None
+
+
+@contextmanager
+def importing(device: torch.device) -> Iterator[None]:
+    """While FlashAttention-4 is imported, of the package or of the Hub."""
+    with _IMPORTING, _keeping_kernels(device):
+        yield
 
 
 @contextmanager
@@ -73,6 +81,9 @@ def _keeping_kernels(device: torch.device) -> Iterator[None]:
     or locked, is not used. There is one folder per GPU architecture, and no caching if the machine
     has more than one, because not all of FA4's cache keys include the architecture.
     """
+    if device.type != "cuda":
+        yield
+        return
     kinds = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     if FA4_KEEPS in os.environ or FA4_FOLDER in os.environ or len(kinds) != 1:
         yield

@@ -16,8 +16,6 @@ from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.block_mask import block_mask_of
 from flexvarlen.mask.document_mask import DocumentMask
 
-MIN_HEAD_DIM = 16  # the smallest inner dimension of the Triton template's matrix products
-
 
 class FlexBackend:
     """FlexAttention with the mask expressed as `lo[q] <= kv < hi[q]`."""
@@ -25,27 +23,9 @@ class FlexBackend:
     name = "flex"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Require a GPU for gradients, head_dim >= 16 on it, and a dtype of at most 32 bits."""
-        device = call.device.type
-        if call.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return (
-                f"flex needs float32, bfloat16 or float16, got {call.dtype}; use backend='sdpa' "
-                "or 'reference'."
-            )
-        if device not in ("cpu", "cuda"):
-            return (
-                f"flex runs on cuda and, forward only, on the CPU, got {device}; use "
-                "backend='sdpa'."
-            )
-        if device == "cpu" and call.needs_grad:
-            return "flex has no backward on the CPU; use backend='sdpa' there, or torch.no_grad()."
-        if device == "cpu" and (call.sinks or call.return_lse):
+        """Refuse an LSE on the CPU, and what is not batch invariant."""
+        if call.device.type == "cpu" and (call.sinks or call.return_lse):
             return "flex returns no LSE on the CPU; use backend='reference' there."
-        if device == "cuda" and call.head_dim < MIN_HEAD_DIM:
-            return (
-                f"flex needs head_dim of at least {MIN_HEAD_DIM} on a GPU, got {call.head_dim}; "
-                "use 'sdpa'."
-            )
         if call.batch_invariant and (call.spec.prefix or call.spec.cross):
             return (
                 "flex does not support prefixes or layout_k with batch_invariant; use "

@@ -8,14 +8,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexvarlen.attention.backends.compiled_flex import flex
 from flexvarlen.attention.backends.fa4_package import package_refusal
-from flexvarlen.attention.backends.limits import half_refusal
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.block_mask import block_mask_of
 from flexvarlen.mask.document_mask import DocumentMask
-
-HEAD_DIMS = (32, 64, 96, 128)
-"""Tested on an H200. Larger head dims need other block sizes; for other head dims up to 128 the
-gradients are wrong, with a relative error of about 1 (see `limits.fa4_gradient_refusal`)."""
 
 
 class FlexFlashBackend:
@@ -24,17 +19,9 @@ class FlexFlashBackend:
     name = "flex_fa4"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Require FlashAttention-4 and one of a few head dims; refuse LSE and determinism."""
-        if call.device.type != "cuda":
-            return f"flex_fa4 needs a CUDA GPU, got {call.device.type}; use backend='sdpa'."
-        missing = package_refusal(self.name, call.device) or half_refusal(self.name, call)
-        if missing is not None:
+        """Require FlashAttention-4; refuse LSE and determinism."""
+        if (missing := package_refusal(self.name, call.device)) is not None:
             return missing
-        if call.head_dim not in HEAD_DIMS:
-            return (
-                f"flex_fa4 needs head_dim one of {', '.join(map(str, HEAD_DIMS))}, got "
-                f"{call.head_dim}; use backend='flex'."
-            )
         if call.sinks or call.return_lse:
             return (
                 "flex_fa4 supports neither LSE nor sinks (its LSE is off by ln 2 in torch 2.11 and "

@@ -16,13 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, MIN_BOUND, CallBoundaries
-from flexvarlen.attention.backends.limits import HALF, ampere_refusal, fa4_gradient_refusal
+from flexvarlen.attention.backends.limits import fa4_gradient_refusal
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.env import flash_attention_impl
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.spec import MaskSpec
-
-MAX_HEAD_DIM = 256
 
 
 class NestedBackend:
@@ -31,17 +29,8 @@ class NestedBackend:
     name = "nested"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Require a CUDA GPU, half precision and a plain causal or bidirectional mask."""
+        """Require a plain causal or bidirectional mask."""
         spec = call.spec
-        if call.device.type != "cuda":
-            return f"nested needs a CUDA GPU, got {call.device.type}; use backend='sdpa'."
-        if call.dtype not in HALF:
-            return f"nested needs bfloat16 or float16, got {call.dtype}; convert the model."
-        if call.head_dim % 8 or call.head_dim > MAX_HEAD_DIM:
-            return (
-                f"nested needs head_dim a multiple of 8 and at most {MAX_HEAD_DIM}, got "
-                f"{call.head_dim}; use backend='flex'."
-            )
         if (spec.left, spec.right) not in ((-1, 0), (-1, -1)) or spec.prefix or spec.chunk:
             return "nested has no windows, chunks or prefixes; use backend='flex'."
         if spec.tree:
@@ -60,10 +49,9 @@ class NestedBackend:
                 "nested reads out of bounds for queries of 2**31 elements or more "
                 "(tokens x heads x head_dim); pack shorter rows, or use backend='fa3' or 'flex'."
             )
-        wrong = fa4_gradient_refusal(self.name, call)
-        if flash_attention_impl() == "FA4" and wrong is not None:
-            return wrong
-        return ampere_refusal(self.name, call.device)
+        if flash_attention_impl() == "FA4":
+            return fa4_gradient_refusal(self.name, call)
+        return None
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
         """Return the offsets of the nested tensors, int64 `[N + 1]`."""

@@ -5,15 +5,20 @@ A backend requested by name never falls back to another, but raises an error wit
 
 from __future__ import annotations
 
+import re
+
 import torch
 
-from flexvarlen.attention.backends import flex, flex_fa4, nested, reference, sdpa
-from flexvarlen.attention.backends.cu_seqlens import cudnn, fa2, fa3, fa4, varlen
+from flexvarlen.attention.backends import flex, flex_fa4, machines, nested, reference, sdpa
+from flexvarlen.attention.backends.cu_seqlens import cudnn, fa2, fa3, fa4, hub, varlen
 from flexvarlen.attention.call import INT32_ELEMENTS, AttentionCall, Backend, attention_call
 from flexvarlen.mask.spec import Align, MaskSpec
 
 _MODULES = (reference, sdpa, flex, flex_fa4, varlen, cudnn, nested, fa2, fa3, fa4)
 _REGISTRY: dict[str, Backend] = {module.BACKEND.name: module.BACKEND for module in _MODULES}
+
+_PACKAGED = {backend.name: backend for backend in (fa2.BACKEND, fa3.BACKEND, fa4.BACKEND)}
+"""Those of an installed package, else of the Hub."""
 
 BACKENDS: tuple[str, ...] = tuple(_REGISTRY)
 """The names of all backends."""
@@ -42,21 +47,29 @@ _TRANSFORMERS_NAMES = {
     "flash_attention_3": "fa3",
     "flash_attention_4": "fa4",
     "flex_attention": "flex",
+    **hub.BACKENDS,
 }
+_HUB_NAME = re.compile(r"(?P<repository>[^/:@]+/[^/:@]+)(@[^/:]+)?(:[^/:]+)?")
+"""As transformers spells a kernel of the Hub: with a revision, and with a function."""
 
 
 def our_name(name: str) -> str:
     """The backend that runs the kernel of this name in transformers; other names as they are.
 
+    Of a kernel of the Hub, the revision and the function are the backend's own.
+
     >>> our_name("flash_attention_2"), our_name("sdpa"), our_name("auto")
     ('fa2', 'sdpa', 'auto')
+    >>> our_name("kernels-community/vllm-flash-attn3@main:flash_attn_varlen_func")
+    'fa3'
     """
     if not isinstance(name, str):
         raise ValueError(
             f"backend must be the name of one, got {name!r:.80}; choose one of "
             f"{', '.join(BACKENDS)} or auto."
         )
-    return _TRANSFORMERS_NAMES.get(name, name)
+    of_hub = _HUB_NAME.fullmatch(name.strip())
+    return _TRANSFORMERS_NAMES.get(of_hub["repository"].strip() if of_hub else name, name)
 
 
 def get_backend(name: str) -> Backend:
@@ -74,8 +87,26 @@ def get_backend(name: str) -> Backend:
 
 
 def refusal(name: str, call: AttentionCall) -> str | None:
-    """Return why the backend cannot serve the call, or None if it can."""
-    return get_backend(name).why_not(call)
+    """Return why the backend cannot serve the call, or None if it can; asks no network."""
+    return machines.refusal(name, call) or get_backend(name).why_not(call)
+
+
+def named_refusal(name: str, call: AttentionCall) -> str | None:
+    """As `refusal`, of a backend that the user named: its kernel may be loaded from the Hub."""
+    reason = refusal(name, call)
+    if reason is None or name not in _PACKAGED or machines.refusal(name, call) is not None:
+        return reason
+    if _PACKAGED[name].why_missing(call.device) is not None:
+        hub.download(name)
+    return refusal(name, call)
+
+
+def must_be_checked(name: str, device: torch.device) -> bool:
+    """Whether a backend serves nothing, even if named, before its results passed the check.
+
+    So it is with a kernel of the Hub, and on machines that nobody has tried it on.
+    """
+    return hub.origin(name) is not None or not machines.is_tried(name, device)
 
 
 def fixed_order(call: AttentionCall, *, wasteful: bool = False) -> tuple[str, ...]:

@@ -32,8 +32,6 @@ class SdpaBackend:
 
     def why_not(self, call: AttentionCall) -> str | None:
         """Refuse softcap, sinks and LSE, which SDPA does not support."""
-        if not call.dtype.is_floating_point:
-            return f"sdpa needs a float dtype, got {call.dtype}; convert the tensors."
         if call.softcap is not None or call.sinks or call.return_lse:
             return (
                 "sdpa has no softcap, no sinks and no LSE; use backend='flex' on a GPU or "

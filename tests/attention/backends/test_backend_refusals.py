@@ -129,14 +129,16 @@ def test_auto_gives_the_reason_of_each_backend_that_it_tried():
     ],
 )
 def test_missing_package_says_how_to_get_it(monkeypatch, name, package, remedy):
-    from flexvarlen.attention.backends.cu_seqlens import fa2, fa3
+    from flexvarlen.attention.backends.cu_seqlens import fa2, fa3, hub
 
-    for module in (fa2, fa3, fa4_package):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (fa2, fa3, fa4_package, hub):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     reason = why_not(name, device="cuda", dtype=torch.bfloat16)
     assert f"{name} needs" in reason
     assert package in reason
     assert re.search(remedy, reason)
+    assert (name == "flex_fa4") ^ ("kernels, which loads that, is not installed" in reason)
 
 
 @pytest.fixture
@@ -181,7 +183,7 @@ def test_fa4_that_does_not_import_is_refused(hopper, monkeypatch):
         found = set(pool.map(lambda _: fa4_package.package_refusal("fa4", hopper), range(4)))
     fa4_package._import_problem.cache_clear()
     (reason,) = found
-    assert "which does not import here (RuntimeError: cutlass is another)" in reason
+    assert ": it does not import here (RuntimeError: cutlass is another)" in reason
     assert reason.endswith("pip install --force-reinstall --no-deps flash-attn-4.")
     assert os.environ == before
 

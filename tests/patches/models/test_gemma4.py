@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.attention.backends.registry import get_backend
+from flexvarlen.attention.backends.registry import get_backend, refusal
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.patches.parts import ModelParts
 from tests.oracle import assert_as_accurate
@@ -67,18 +67,17 @@ def test_window_of_dropped_queries(static):
 
 @pytest.mark.parametrize("backend", ["varlen", "fa2", "fa3", "fa4", "cudnn"])
 def test_head_dim_512_given_to_a_kernel_of_256(backend, monkeypatch):
-    kernel = get_backend(backend)
-    monkeypatch.setattr(kernel, "why_missing", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     call = AttentionCall(torch.device("cuda"), torch.bfloat16, 8, 1, 512)
-    assert "got 512; use backend='flex'" in kernel.why_not(call)
-    assert all(get_backend(name).why_not(call) is None for name in ("flex", "sdpa"))
+    assert "got 512; use backend='flex'" in refusal(backend, call)
+    assert all(refusal(name, call) is None for name in ("flex", "sdpa"))
 
 
 def test_one_kernel_named_for_all_layers(monkeypatch):
     """The published models have a head_dim of 256 and 512; the sentence gives a mapping."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    for name in ("why_missing", "why_unsupported"):
+    for name in ("why_missing", "why_lacking", "why_unsupported"):
         monkeypatch.setattr(get_backend("fa3"), name, lambda of: None)
     model = new_model("gemma4_text", head_dim=256)
     sentence = "fa3 cannot serve the full_attention layers: .*512.*backend={'full_attention': "

@@ -14,7 +14,6 @@ from flexvarlen.attention.backends.cu_seqlens.kernel import KERNELS, CallBoundar
 from flexvarlen.attention.backends.cu_seqlens.levels import Levels
 from flexvarlen.attention.backends.cu_seqlens.lse import lse_without_gradient
 from flexvarlen.attention.backends.cu_seqlens.operator import attend
-from flexvarlen.attention.backends.limits import half_refusal
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.boundaries import is_traced
 from flexvarlen.mask.chunks import chunk_boundaries
@@ -41,8 +40,6 @@ class CuSeqlensBackend:
     """Base class of the cu_seqlens backends. Subclasses call the kernel and declare its limits."""
 
     name: str
-    head_dims: tuple[int, int]
-    """head_dim must be a multiple of the first number and at most the second."""
     has_windows = True
     has_softcap = True
     launches_own_sizes = True
@@ -56,6 +53,10 @@ class CuSeqlensBackend:
     def why_missing(self, device: torch.device) -> str | None:
         """Return why the kernel cannot run on this machine, or None."""
         raise NotImplementedError
+
+    def why_lacking(self, call: AttentionCall) -> str | None:
+        """Return what this build of the kernel lacks for the call, or None."""
+        return None
 
     def why_unsupported(self, call: AttentionCall) -> str | None:
         """Return why this particular kernel cannot serve the call, or None."""
@@ -84,25 +85,13 @@ class CuSeqlensBackend:
     # ---- as a `Backend` ----
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Require the package, a GPU, half precision and a supported head_dim; refuse prefixes."""
-        if call.device.type != "cuda":
-            return f"{self.name} needs a CUDA GPU, got {call.device.type}; use backend='sdpa'."
+        """Require the kernel; refuse prefixes, and masks or features that it has not."""
         return (
             self.why_missing(call.device)
-            or half_refusal(self.name, call)
-            or self._why_not_head_dim(call)
             or self._why_not_mask(call)
+            or self.why_lacking(call)
             or self.why_unsupported(call)
         )
-
-    def _why_not_head_dim(self, call: AttentionCall) -> str | None:
-        multiple, most = self.head_dims
-        if call.head_dim % multiple or not 0 < call.head_dim <= most:
-            return (
-                f"{self.name} needs head_dim a multiple of {multiple} and at most {most}, got "
-                f"{call.head_dim}; use backend='flex'."
-            )
-        return None
 
     def _why_not_mask(self, call: AttentionCall) -> str | None:
         spec = call.spec

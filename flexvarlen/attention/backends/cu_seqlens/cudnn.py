@@ -7,7 +7,6 @@ from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
 from flexvarlen.attention.backends.cu_seqlens.kernel import CallBoundaries
-from flexvarlen.attention.backends.limits import ampere_refusal
 from flexvarlen.attention.call import AttentionCall
 
 
@@ -15,26 +14,20 @@ class CudnnBackend(CuSeqlensBackend):
     """cuDNN's kernel over cu_seqlens, as included in torch."""
 
     name = "cudnn"
-    head_dims = (8, 128)
     launches_own_sizes = False  # cuDNN builds and caches a plan for each size
     has_windows = False
     has_softcap = False
 
     def why_missing(self, device: torch.device) -> str | None:
-        """Require a CUDA build of torch with cuDNN, and an Ampere or newer GPU."""
+        """Require a CUDA build of torch with cuDNN."""
         if not torch.backends.cudnn.is_available() or not hasattr(
             torch.ops.aten, "_cudnn_attention_forward"
         ):
             return "cudnn needs a torch built with cuDNN; install a CUDA build of torch."
-        return ampere_refusal(self.name, device)
+        return None
 
     def why_unsupported(self, call: AttentionCall) -> str | None:
-        """Refuse gradients, layout_k, chunks, very large rows and batch invariance."""
-        if call.needs_grad:
-            return (
-                "cudnn is forward-only: its packed backward gives NaN in torch 2.11; use "
-                "backend='varlen', or torch.no_grad()."
-            )
+        """Refuse layout_k, chunks, very large rows and batch invariance."""
         if call.past_int32:
             return (
                 "cudnn gives wrong outputs for queries of 2**31 elements or more (tokens x heads x "

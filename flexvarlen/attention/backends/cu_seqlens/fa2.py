@@ -1,4 +1,4 @@
-"""`fa2`: the flash-attn package, version 2. Optional: imported on first use."""
+"""`fa2`: FlashAttention-2, of the package flash-attn or of the Hub; imported on first use."""
 
 from __future__ import annotations
 
@@ -8,45 +8,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
+from flexvarlen.attention.backends.cu_seqlens.flash_attention import FlashAttentionBackend
 from flexvarlen.attention.backends.cu_seqlens.kernel import (
     CallBoundaries,
     empty_gradients,
     one_split,
 )
-from flexvarlen.attention.backends.limits import ampere_refusal
 from flexvarlen.attention.call import AttentionCall
 
-INSTALL = "install it with: pip install flash-attn --no-build-isolation."
 
-
-class FlashAttention2Backend(CuSeqlensBackend):
+class FlashAttention2Backend(FlashAttentionBackend):
     """FlashAttention-2 over cu_seqlens."""
 
     name = "fa2"
-    head_dims = (8, 256)
+    package = "the package flash-attn, version 2"
+    install = "pip install flash-attn --no-build-isolation."
+    hub_path = "flash_attn_interface"
+    functions = ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward")
 
-    def why_missing(self, device: torch.device) -> str | None:
-        """Require the package and an Ampere or newer GPU."""
+    def installed(self, device: torch.device) -> Any:
+        """Return `flash_attn.flash_attn_interface`, or why it cannot be imported."""
         # flash_attn alone is not enough: FA4 installs into the same folder.
         if find_spec("flash_attn_2_cuda") is None:
-            return f"fa2 needs the package flash-attn, version 2, which is not installed; {INSTALL}"
+            return "flash-attn is not installed"
         try:
-            from flash_attn import flash_attn_interface  # noqa: F401
+            from flash_attn import flash_attn_interface
         except ImportError as error:
-            return (
-                f"fa2's package flash-attn does not import here ({error}); build it for this "
-                f"torch: {INSTALL}"
-            )
-        return ampere_refusal(self.name, device)
+            return f"flash-attn does not import here ({error}), as it is built for another torch"
+        return flash_attn_interface
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, boundaries: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
-
-        out_THD, lse_HT, *_ = _plain(_flash_attn_varlen_forward)(
+        out_THD, lse_HT, *_ = self.kernel(q.device).forward(
             q,
             k,
             v,
@@ -72,12 +67,10 @@ class FlashAttention2Backend(CuSeqlensBackend):
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
-        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
-
         if call.batch_invariant:
             boundaries = one_split(boundaries, call.num_heads)
         grads = empty_gradients(q, k, v)
-        _plain(_flash_attn_varlen_backward)(
+        self.kernel(q.device).backward(
             *(grad, q, k, v, out, lse),
             *grads,
             *boundaries,
@@ -91,11 +84,6 @@ class FlashAttention2Backend(CuSeqlensBackend):
             call.ordered_backward,
         )
         return grads
-
-
-def _plain(function: Any) -> Any:
-    """Unwrap the package's custom operator, as this code already runs inside an operator."""
-    return getattr(function, "_init_fn", function)
 
 
 BACKEND = FlashAttention2Backend()

@@ -1,7 +1,7 @@
-"""`fa3`: FlashAttention-3, the Hopper kernels. Optional: imported on first use.
+"""`fa3`: FlashAttention-3, of an installed package or of the Hub; imported on first use.
 
-Importing its package, `flash_attn_interface`, registers `torch.ops.flash_attn_3`. We call these
-operators by keyword, because the arguments of its Python functions change between releases.
+Importing either registers operators: `torch.ops.flash_attn_3`, or those of the Hub's module. We
+call them by keyword, because the arguments of the Python functions change between releases.
 """
 
 from __future__ import annotations
@@ -13,50 +13,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
+from flexvarlen.attention.backends.cu_seqlens.flash_attention import FlashAttentionBackend
 from flexvarlen.attention.backends.cu_seqlens.kernel import CallBoundaries, empty_gradients
 from flexvarlen.attention.backends.limits import fa3_order_refusal
 from flexvarlen.attention.call import AttentionCall
 
-INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention."
 
-
-class FlashAttention3Backend(CuSeqlensBackend):
+class FlashAttention3Backend(FlashAttentionBackend):
     """FlashAttention-3 over cu_seqlens."""
 
     name = "fa3"
-    head_dims = (8, 256)
+    package = "flash_attn_interface, FlashAttention-3"
+    install = "build it from the folder hopper of github.com/Dao-AILab/flash-attention."
+    hub_path = "_ops.ops"
+    functions = ("fwd", "bwd")
 
-    def why_missing(self, device: torch.device) -> str | None:
-        """Require the package and a Hopper GPU."""
+    def installed(self, device: torch.device) -> Any:
+        """Return `torch.ops.flash_attn_3`, or why it cannot be registered."""
         if find_spec("flash_attn_interface") is None:
-            return f"fa3 needs flash_attn_interface, FlashAttention-3, not installed; {INSTALL}"
+            return "flash_attn_interface is not installed"
         try:
             import flash_attn_interface  # noqa: F401
         except ImportError as error:
-            return f"fa3's package cannot be imported ({error}); for this torch, {INSTALL}"
+            return f"flash_attn_interface cannot be imported ({error})"
         if not hasattr(torch.ops.flash_attn_3, "fwd"):
-            return f"fa3's package is too old to register torch.ops.flash_attn_3; {INSTALL}"
-        if torch.cuda.get_device_capability(device)[0] != 9:
-            return "fa3 needs a Hopper GPU (compute capability 9.0); use backend='fa2' or 'flex'."
-        return None
+            return "flash_attn_interface is too old to register torch.ops.flash_attn_3"
+        return torch.ops.flash_attn_3
 
     def why_unsupported(self, call: AttentionCall) -> str | None:
         """Refuse softcap if the build lacks it, and ordered backward for head_dim above 192."""
-        if call.softcap is not None and torch.cuda.is_current_stream_capturing():
-            return "fa3 cannot test for softcap during CUDA graph capture; call it once before."
-        if call.softcap is not None and not _built_with_softcap(call.device):
-            return (
-                "fa3 is built without softcap here; build it without "
-                "FLASH_ATTENTION_DISABLE_SOFTCAP, or use backend='fa4' or 'flex'."
-            )
+        if call.softcap is not None:
+            if call.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return "fa3 cannot test for softcap during CUDA graph capture; call it once before."
+            if not _built_with_softcap(call.device):
+                return (
+                    "fa3 is built without softcap here; build it without "
+                    "FLASH_ATTENTION_DISABLE_SOFTCAP, or use backend='fa4' or 'flex'."
+                )
         return fa3_order_refusal(self.name, call)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, boundaries: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
-        out_THD, lse_HT, *_ = _operators()[0](
+        out_THD, lse_HT, *_ = self.kernel(q.device).forward(
             _rows(q),
             _rows(k),
             _rows(v),
@@ -78,21 +78,13 @@ class FlashAttention3Backend(CuSeqlensBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
         grads = empty_gradients(q, k, v)
-        _operators()[1](
+        self.kernel(q.device).backward(
             *(grad, _rows(q), _rows(k), _rows(v), out, lse),
             *grads,
             **_keywords(boundaries, call),
             deterministic=call.ordered_backward,
         )
         return grads
-
-
-@cache
-def _operators() -> tuple[Any, Any]:
-    """Return the forward and backward operators, which importing the package registers."""
-    import flash_attn_interface  # noqa: F401
-
-    return torch.ops.flash_attn_3.fwd.default, torch.ops.flash_attn_3.bwd.default
 
 
 def _keywords(boundaries: CallBoundaries, call: AttentionCall) -> dict[str, Any]:

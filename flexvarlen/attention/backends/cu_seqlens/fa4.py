@@ -1,49 +1,54 @@
-"""`fa4`: FlashAttention-4, `flash_attn.cute`. Optional: imported on first use."""
+"""`fa4`: FlashAttention-4, of the package flash-attn-4 or of the Hub; imported on first use."""
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
+from flexvarlen.attention.backends.cu_seqlens import hub
+from flexvarlen.attention.backends.cu_seqlens.flash_attention import FlashAttentionBackend
 from flexvarlen.attention.backends.cu_seqlens.kernel import CallBoundaries
-from flexvarlen.attention.backends.fa4_package import is_hopper, package_refusal
-from flexvarlen.attention.backends.limits import fa4_gradient_refusal
+from flexvarlen.attention.backends.fa4_package import INTERFACE, importing, package_problem
+from flexvarlen.attention.backends.machines import machine_of
 from flexvarlen.attention.call import AttentionCall
 
 
-class FlashAttention4Backend(CuSeqlensBackend):
+class FlashAttention4Backend(FlashAttentionBackend):
     """FlashAttention-4 over cu_seqlens."""
 
     name = "fa4"
-    head_dims = (8, 256)
+    package = "flash_attn.cute, FlashAttention-4"
+    install = "pip install 'flash-attn-4>=4.0.0b36'."
+    hub_path = "interface"
+    functions = ("_flash_attn_fwd", "_flash_attn_bwd")
 
-    def why_missing(self, device: torch.device) -> str | None:
-        """Require the package and a Hopper or Blackwell GPU."""
-        return package_refusal(self.name, device)
+    def installed(self, device: torch.device) -> Any:
+        """Return `flash_attn.cute.interface`, or why it cannot be used."""
+        problem = package_problem(device)
+        return import_module(INTERFACE) if problem is None else f"flash_attn.cute: {problem}"
+
+    def from_hub(self, device: torch.device) -> hub.HubKernel | hub.NotLoaded:
+        """Return the kernel of the Hub that is on disk; it caches what it compiles, as FA4 does."""
+        with importing(device):
+            return hub.on_disk(self.name)
 
     def why_unsupported(self, call: AttentionCall) -> str | None:
-        """Refuse head dims that the GPU does not support; gradients need a multiple of 32."""
-        fits_blackwell = call.head_dim <= 128 or call.head_dim == 256
-        if not fits_blackwell and not is_hopper(call.device):
-            return (
-                "fa4 needs head_dim of at most 128, or 256, on Blackwell, got "
-                f"{call.head_dim}; use backend='flex'."
-            )
-        if call.batch_invariant and call.head_dim == 256 and not is_hopper(call.device):
+        """Refuse batch invariance where the kernel is chosen by the number of documents."""
+        if call.batch_invariant and call.head_dim == 256 and machine_of(call.device).major != 9:
             return (
                 "fa4 chooses kernels by the number of documents for head_dim 256 on Blackwell, and "
                 "is not batch invariant there; use backend='fa2'."
             )
-        return fa4_gradient_refusal(self.name, call)
+        return None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, boundaries: CallBoundaries, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
-        from flash_attn.cute.interface import _flash_attn_fwd
-
-        out_THD, lse_HT, *_ = _flash_attn_fwd(
+        out_THD, lse_HT, *_ = self.kernel(q.device).forward(
             q,
             k,
             v,
@@ -70,9 +75,7 @@ class FlashAttention4Backend(CuSeqlensBackend):
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `CuSeqlensKernel`."""
-        from flash_attn.cute.interface import _flash_attn_bwd
-
-        dq, dk, dv = _flash_attn_bwd(
+        dq, dk, dv = self.kernel(q.device).backward(
             *(q, k, v, out, grad, lse),
             call.scale,
             call.spec.right == 0,

@@ -15,11 +15,7 @@ from torch import Tensor
 
 from flexvarlen.attention.backends.cu_seqlens.backend import CuSeqlensBackend
 from flexvarlen.attention.backends.cu_seqlens.kernel import CallBoundaries, one_split
-from flexvarlen.attention.backends.limits import (
-    ampere_refusal,
-    fa3_order_refusal,
-    fa4_gradient_refusal,
-)
+from flexvarlen.attention.backends.limits import fa3_order_refusal, fa4_gradient_refusal
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.env import flash_attention_impl
 
@@ -30,14 +26,13 @@ class VarlenBackend(CuSeqlensBackend):
     """torch's built-in flash kernel over cu_seqlens."""
 
     name = "varlen"
-    head_dims = (8, 256)
     has_softcap = False
 
     def why_missing(self, device: torch.device) -> str | None:
-        """Require a CUDA build of torch and an Ampere or newer GPU."""
+        """Require a torch built with flash attention."""
         if not hasattr(torch.ops.aten, "_flash_attention_forward"):
             return "varlen needs a torch built with flash attention; install a CUDA build of torch."
-        return ampere_refusal(self.name, device)
+        return None
 
     def why_unsupported(self, call: AttentionCall) -> str | None:
         """Require torch's global setting to order the backward; apply the limits of FA3 and FA4."""

@@ -1,0 +1,331 @@
+"""`fa2`, `fa3` and `fa4` on kernels of the Hub: from the disk, checked, and asked what they can."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import warnings
+from functools import partial
+
+import pytest
+import torch
+
+import flexvarlen as fv
+from flexvarlen.attention import choose
+from flexvarlen.attention.backends import registry
+from flexvarlen.attention.backends.cu_seqlens import hub
+from flexvarlen.attention.backends.registry import our_name
+from tests.attention.backends.hub_repositories import (
+    BACKENDS,
+    lay_out,
+    local_kernels,  # noqa: F401
+    results,
+    tensors,
+)
+from tests.tiny_models import new_model
+
+LENGTHS = [5, 1, 9]
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+KINDS = {
+    "causal": {},
+    "bidirectional": {"causal": False},
+    "window": {"window": 3},
+    "softcap": {"softcap": 2.0},
+    "deterministic": {"deterministic": True},
+    "chunk": {"chunk": 4},
+    "sinks": {},
+}
+
+
+def layout_of(*lengths):
+    return fv.PackedLayout.from_lengths(lengths or LENGTHS, total_tokens=18)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_kernel_of_the_hub_computes_what_the_reference_does(local_kernels, name, kind):  # noqa: F811
+    """Sinks too: vllm-flash-attn3 takes them and gives them no gradient, so they are ours."""
+    local_kernels(name)
+    layout = layout_of()
+    leaves = tensors(layout, sinks=kind == "sinks")
+    expected = results("reference", layout, leaves, **KINDS[kind])
+    for found in (results(name, layout, leaves, **KINDS[kind]) for _ in range(2)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert hub.origin(name).startswith(str(hub.REPOSITORIES[name]))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_compiled_it_is_an_operator(local_kernels, name):  # noqa: F811
+    """The first call of a process: the kernel is loaded and checked while the graph is traced."""
+    local_kernels(name)
+    torch._dynamo.reset()
+    layout, other = layout_of(), layout_of(7, 8)
+    run = torch.compile(partial(fv.packed_attention, backend=name), backend="aot_eager")
+    for documents in (layout, other):
+        q, k, v = tensors(documents)
+        out = run(q, k, v, documents)
+        expected = results("reference", documents, [q, k, v])
+        weights = torch.linspace(-1, 1, out.numel()).view_as(out)
+        found = [out, *torch.autograd.grad((out * weights).sum(), (q, k, v))]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+
+
+WRONG_DK = ("x[at] = part.to(x.dtype)", "x[at] = part.to(x.dtype) * (1.5 if part is dk else 1)")
+NO_SOFTCAP = ("if softcap:", "if False:")
+RANDOM = ("x[at] = part.to(x.dtype)", "x[at] = part.to(x.dtype) + 1e-5 * torch.rand(())")
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason", "right"),
+    [
+        (WRONG_DK, {}, "wrong results: its dk is off by 0.5", {"needs_grad": False}),
+        (NO_SOFTCAP, {"softcap": 0.5}, "wrong results: its output is off", {}),
+        (RANDOM, {"deterministic": True}, "not deterministic: two runs differ", {}),
+    ],
+    ids=["wrong dk", "no softcap", "random"],
+)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_named_kernel_that_is_wrong_serves_nothing_else(
+    local_kernels,  # noqa: F811
+    name,
+    change,
+    options,
+    reason,
+    right,
+):
+    """It was loaded, was named, and would have trained on wrong gradients without a word."""
+    local_kernels(name, change)
+    layout = layout_of()
+    leaves = tensors(layout)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=f"fails the check .*{reason}.*'flex'"):
+            results(name, layout, leaves, **options)
+    q, k, v = (x.detach().requires_grad_(right.get("needs_grad", True)) for x in leaves)
+    found = fv.packed_attention(q, k, v, layout, backend=name)
+    expected = fv.packed_attention(q, k, v, layout, backend="reference")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_found_right_is_kept_for_this_build_alone(local_kernels, monkeypatch, tmp_path):  # noqa: F811
+    """The second build of a repository has another id, and is checked anew."""
+    local_kernels("fa2")
+    layout = layout_of()
+    leaves = tensors(layout)
+    results("fa2", layout, leaves)
+    choose.clear_cache()
+    hub._loaded.clear()
+    monkeypatch.setattr(BACKENDS["fa2"], "_kernel", None)
+    folder = lay_out(tmp_path / "newer", "fa2", WRONG_DK)
+    monkeypatch.setenv("LOCAL_KERNELS", f"{hub.REPOSITORIES['fa2'].name}={folder}")
+    with pytest.raises(NotImplementedError, match="its dk is off"):
+        results("fa2", layout, leaves)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "call", "lacking"),
+    [
+        ("fa2", ("_varlen_backward(", "_backward("), {}, "has no backward"),
+        ("fa3", ("bwd(Tensor", "another(Tensor"), {}, "has no backward"),
+        ("fa2", ("    softcap=0.0,\n", ""), {"softcap": 1.0}, "no parameter softcap"),
+        ("fa3", (", bool deterministic = False", ""), {"deterministic": True}, "deterministic"),
+        ("fa4", ("_size_left=None", "=None"), {"window": 3}, "no parameter window_size_left"),
+    ],
+)
+def test_why_not_asks_the_module(local_kernels, name, change, call, lacking):  # noqa: F811
+    local_kernels(name, change, *[('impl("bwd"', 'impl("another"')] * ("bwd" in change[0]))
+    kind = {**HEADS, **call}
+    assert lacking in fv.why_not(name, **kind)
+    without = {"needs_grad": False} if "backward" in lacking else {}
+    assert fv.why_not(name, **HEADS, **without) is None
+
+
+@pytest.fixture
+def online(monkeypatch):
+    """HF_HUB_OFFLINE is not set, and any connection fails the test."""
+    from huggingface_hub import constants
+
+    def connect(*_):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", connect)
+
+
+def test_auto_takes_what_is_on_disk_and_asks_no_network(local_kernels, online, monkeypatch):  # noqa: F811
+    """An online get_kernel asks the Hub even for kernels that are cached."""
+    monkeypatch.setitem(registry.AUTO_ORDER, "cpu", ("fa3", "sdpa"))
+    layout = layout_of()
+    leaves = tensors(layout)
+    assert fv.explain(layout, dtype=torch.float32, **HEADS).chosen == "sdpa"
+    assert "is not on disk: run: flexvarlen doctor --install" in fv.why_not("fa3", **HEADS)
+    results("auto", layout, leaves)
+    assert hub.origin("fa3") is None
+    local_kernels("fa3")
+    choose.clear_cache()
+    results("auto", layout, leaves)
+    assert hub.origin("fa3") is not None
+    assert fv.explain(layout, dtype=torch.float32, **HEADS).chosen == "fa3"
+
+
+def test_auto_passes_over_a_wrong_kernel(local_kernels, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(registry.AUTO_ORDER, "cpu", ("fa3", "sdpa"))
+    local_kernels("fa3", WRONG_DK)
+    layout = layout_of()
+    leaves = tensors(layout)
+    with pytest.warns(UserWarning, match="fa3 failed when auto tried it .*its dk is off"):
+        found = results("auto", layout, leaves)
+    torch.testing.assert_close(found, results("sdpa", layout, leaves))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results("auto", layout, leaves)
+
+
+@pytest.mark.parametrize("kept", ["branch", "commit", "another version", "cut off"])
+def test_the_cache_of_the_hub(local_kernels, online, monkeypatch, tmp_path, kept):  # noqa: F811
+    """`kernels` downloads the commit of a version, which leaves no branch in the cache."""
+    repository = hub.REPOSITORIES["fa2"]
+    folder = tmp_path / "hub" / f"kernels--{repository.name.replace('/', '--')}"
+    version = repository.version + (kept == "another version")
+    snapshot = lay_out(folder / "snapshots" / ("a" * 40), "fa2", version=version)
+    if kept == "branch":
+        (folder / "refs").mkdir()
+        (folder / "refs" / f"v{repository.version}").write_text("a" * 40)
+        shutil.copytree(snapshot, folder / "snapshots" / ("b" * 40))
+    elif kept == "cut off":
+        (snapshot / "build" / "torch-universal" / "metadata.json").write_text("{")
+    reason = fv.why_not("fa2", **HEADS)
+    if kept in ("branch", "commit"):
+        assert reason is None
+        assert "/aaaa" in hub._loaded["fa2"].module.__file__
+    else:
+        assert f"{repository} is not on disk" in reason
+
+
+@pytest.mark.parametrize("named", ["packed_attention", "patch_model"])
+def test_a_named_backend_is_downloaded(local_kernels, online, monkeypatch, tmp_path, named):  # noqa: F811
+    import kernels
+
+    asked = []
+
+    def install(name, *, revision, **_):
+        asked.append((name, revision))
+        at = tmp_path / "hub" / f"kernels--{name.replace('/', '--')}" / "snapshots" / ("c" * 40)
+        return lay_out(at, "fa3")
+
+    monkeypatch.setattr(kernels, "install_kernel", install)
+    assert fv.why_not("fa3", **HEADS) is not None
+    assert asked == []
+    layout = layout_of()
+    if named == "patch_model":
+        fv.patch_model(new_model("llama"), backend="kernels-community/vllm-flash-attn3")
+    for _ in range(2):
+        results("flash_attention_3", layout, tensors(layout))
+    assert asked == [("kernels-community/vllm-flash-attn3", "v1")]
+
+
+def test_offline_is_obeyed(local_kernels):  # noqa: F811
+    layout = layout_of()
+    with pytest.raises(NotImplementedError, match="unset HF_HUB_OFFLINE and run: flexvarlen doc"):
+        results("fa4", layout, tensors(layout))
+
+
+def test_a_download_that_fails_says_why_and_is_tried_again(local_kernels, online, monkeypatch):  # noqa: F811
+    import kernels
+
+    errors = [OSError("no route"), FileNotFoundError("Cannot find a build variant\nmore")]
+
+    def install(*_, **__):
+        raise errors.pop(0)
+
+    monkeypatch.setattr(kernels, "install_kernel", install)
+    layout = layout_of()
+    for expected in ("OSError: no route", "FileNotFoundError: Cannot find a build variant"):
+        with pytest.raises(NotImplementedError, match=rf"cannot be downloaded \({expected}\)"):
+            results("fa2", layout, tensors(layout))
+    assert errors == []
+
+
+def test_a_named_backend_that_is_here_asks_no_network(local_kernels, online):  # noqa: F811
+    """Refused for another reason, such as a prefix, it would have asked the Hub."""
+    local_kernels("fa2")
+    layout = layout_of()
+    with pytest.raises(NotImplementedError, match="fa2 has no prefixes"):
+        results("fa2", layout, tensors(layout), prefix=[1, 0, 2])
+
+
+def test_a_build_of_another_torch_is_downloaded_for_this_one(
+    local_kernels,  # noqa: F811
+    online,
+    monkeypatch,
+    tmp_path,
+):
+    """The snapshot in the cache has the one build that the torch of then asked for."""
+    import kernels
+
+    folder = tmp_path / "hub" / "kernels--kernels-community--flash-attn2" / "snapshots" / "d"
+    builds = lay_out(folder, "fa2") / "build"
+    (builds / "torch-universal").rename(builds / "torch20-cxx11-cu118-x86_64-linux")
+    assert "does not load here (" in fv.why_not("fa2", **HEADS)
+    here = lay_out(tmp_path / "elsewhere", "fa2") / "build" / "torch-universal"
+    monkeypatch.setattr(kernels, "install_kernel", lambda *_, **__: shutil.move(here, builds))
+    layout = layout_of()
+    results("fa2", layout, tensors(layout))
+
+
+def test_a_build_that_needs_other_kernels_is_left(local_kernels, online, tmp_path):  # noqa: F811
+    """`kernels` 0.17 would load them from the Hub, for auto too."""
+    local_kernels("fa2")
+    (file,) = tmp_path.glob("fa2-repository/build/*/metadata.json")
+    needs = {"kernel-depends": [{"repo-id": "a/b", "version": 1}]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | needs))
+    assert "needs other kernels, which would be loaded" in fv.why_not("fa2", **HEADS)
+
+
+def test_a_build_that_does_not_load_says_why(local_kernels):  # noqa: F811
+    local_kernels("fa2", ("from . import attention", "import no_such_library"))
+    reason = fv.why_not("fa2", **HEADS)
+    assert "does not load here (ModuleNotFoundError: No module named 'no_such" in reason
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("kernels-community/vllm-flash-attn3", "fa3"),
+        ("kernels-community/flash-attn3", "fa3"),
+        ("kernels-community/flash-attn2@v3", "fa2"),
+        ("kernels-community/flash-attn2:flash_attn_varlen_func", "fa2"),
+        ("kernels-community/flash-attn4@main:flash_attn_varlen_func", "fa4"),
+        ("someone/flash-attn4", "someone/flash-attn4"),
+        ("kernels-community/vllm-flash-attn3/more", "kernels-community/vllm-flash-attn3/more"),
+    ],
+)
+def test_a_name_of_the_hub_is_its_backend(name, backend):
+    assert our_name(name) == backend
+
+
+def test_the_names_are_those_of_the_installed_transformers():
+    """5.17 has the versions in a function, 5.22 and later in a table; both answer here."""
+    from transformers.integrations.hub_kernels import get_attn_kernel_version
+    from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
+
+    for number in (2, 3, 4):
+        theirs = FLASH_ATTN_KERNEL_FALLBACK[f"flash_attention_{number}"]
+        ours = hub.REPOSITORIES[f"fa{number}"]
+        assert (ours.name, ours.version) == (theirs, get_attn_kernel_version(theirs))
+
+
+def test_the_version_of_kernels_is_what_transformers_asks_for(monkeypatch):
+    from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION
+
+    asked = hub._requirement().specifier
+    assert {KERNELS_MIN_VERSION, KERNELS_MAX_VERSION.removesuffix(".0")} == {
+        x.version for x in asked
+    }
+    monkeypatch.setattr(hub, "find_spec", lambda name: name)
+    monkeypatch.setattr(hub, "version", {"kernels": "0.1", "transformers": "5.24.0"}.get)
+    problem = hub.problem_of_kernels("fa4")
+    assert problem.reason == f"kernels is 0.1, and transformers 5.24.0 needs kernels{asked}"
+    assert problem.remedy.startswith(f"pip install 'kernels[curated]{asked}'")

@@ -1,0 +1,104 @@
+"""`flexvarlen doctor`: what is best on a machine, and the one command that gets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flexvarlen.attention.backends.cu_seqlens import fa2, fa3, fa4, hub
+from flexvarlen.cli import app
+from flexvarlen.cli.install import advice, install
+from tests.attention.backends.hub_repositories import local_kernels  # noqa: F401
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """A function that makes this a GPU of a capability, with nothing but torch."""
+
+    def make(major):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+        monkeypatch.setattr(hub, "find_spec", lambda name: None)
+        for module in (fa2, fa3, fa4):
+            monkeypatch.setattr(module.BACKEND, "_kernel", None)
+            monkeypatch.setattr(module.BACKEND, "installed", lambda device: "it is not installed")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("major", "best", "repository"),
+    [(8, "fa2", "flash-attn2"), (9, "fa3", "vllm-flash-attn3"), (10, "fa4", "flash-attn4")],
+)
+def test_what_is_best_and_the_command(bare, major, best, repository):
+    bare(major)
+    sentences = advice(CUDA)
+    assert sentences[0] == f"The best kernel of this machine is {best}, which is not here."
+    assert sentences[1] == "To get it, run: flexvarlen doctor --install"
+    assert f"installs {hub.requirement(best)} with pip" in sentences[2]
+    assert f"kernels-community/{repository} v" in sentences[2]
+    assert len(sentences) <= 8  # with the line of auto and an empty one: ten lines
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nothing_to_install(bare, device):
+    """On a CPU, and on a GPU of before Ampere, pip is not called."""
+    bare(7)
+    for found in (advice(torch.device(device)), install(torch.device(device))):
+        assert found == [f"Nothing to install: on {device} torch's own kernels are the best."]
+
+
+def test_install_calls_pip_and_the_hub(bare, monkeypatch):
+    bare(9)
+    monkeypatch.setattr(hub, "is_offline", lambda: False)
+    calls = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda x: calls.append(x) or subprocess.CompletedProcess(x, 0)
+    )
+
+    def download(name):
+        calls.append(name)
+        monkeypatch.setattr(fa3.BACKEND, "installed", lambda device: torch.ops.aten)
+        monkeypatch.setattr(fa3.BACKEND, "functions", ("_flash_attention_forward",) * 2)
+
+    monkeypatch.setattr(hub, "download", download)
+    assert install(CUDA) == ["The best kernel of this machine is here: fa3, of its package."]
+    pip = [sys.executable, "-m", "pip", "install", hub.requirement("fa3")]
+    assert calls == [pip, "fa3"]
+
+
+@pytest.mark.parametrize("why", ["offline", "pip fails", "the build does not load"])
+def test_install_that_cannot_says_why(bare, monkeypatch, why):
+    bare(9)
+    monkeypatch.setattr(hub, "is_offline", lambda: why == "offline")
+    code = int(why == "pip fails")
+    monkeypatch.setattr(subprocess, "run", lambda x: subprocess.CompletedProcess(x, code))
+    monkeypatch.setattr(hub, "download", lambda name: None)
+    sentence, error = {
+        "offline": ("--install needs the network", OSError),
+        "pip fails": ("pip could not install kernels", OSError),
+        "the build does not load": ("fa3 needs flash_attn_interface", NotImplementedError),
+    }[why]
+    with pytest.raises(error, match=sentence):
+        install(CUDA)
+
+
+def test_the_command_begins_with_them():
+    result = CliRunner().invoke(app, ["doctor", "--install"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0].startswith("auto takes ")
+    if not torch.cuda.is_available():
+        assert lines[1] == "Nothing to install: on cpu torch's own kernels are the best."
+
+
+def test_a_kernel_of_the_hub_that_is_here(local_kernels, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    local_kernels("fa3")
+    (sentence,) = advice(CUDA)
+    assert sentence.startswith("The best kernel of this machine is here: fa3, of kernels-community")
