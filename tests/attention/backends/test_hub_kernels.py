@@ -39,7 +39,8 @@ KINDS = {
 
 
 def layout_of(*lengths):
-    return fv.PackedLayout.from_lengths(lengths or LENGTHS, total_tokens=18)
+    lengths = lengths or LENGTHS
+    return fv.PackedLayout.from_lengths(lengths, total_tokens=max(18, sum(lengths)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -180,7 +181,8 @@ def test_auto_passes_over_a_wrong_kernel(local_kernels, monkeypatch):  # noqa: F
     torch.testing.assert_close(found, results("sdpa", layout, leaves))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        results("auto", layout, leaves)
+        longer = layout_of(50, 60)  # of another bucket of sizes
+        results("auto", longer, tensors(longer))
 
 
 @pytest.mark.parametrize("kept", ["branch", "commit", "another version", "cut off"])
@@ -248,9 +250,9 @@ def test_a_download_that_fails_says_why_and_is_tried_again(local_kernels, online
     assert errors == []
 
 
-def test_a_named_backend_that_is_here_asks_no_network(local_kernels, online):  # noqa: F811
+def test_a_named_backend_that_is_here_asks_no_network(local_kernels, online, tmp_path):  # noqa: F811
     """Refused for another reason, such as a prefix, it would have asked the Hub."""
-    local_kernels("fa2")
+    lay_out(tmp_path / "hub" / "kernels--kernels-community--flash-attn2" / "snapshots" / "e", "fa2")
     layout = layout_of()
     with pytest.raises(NotImplementedError, match="fa2 has no prefixes"):
         results("fa2", layout, tensors(layout), prefix=[1, 0, 2])
