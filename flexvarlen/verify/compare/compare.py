@@ -263,5 +263,4 @@ class _Comparison:
 
     def _did(self) -> None:
         self.done += 1
-        if self.progress is not None:
-            self.progress(self.done, self.total, "")
+        self._say("")
