@@ -116,21 +116,17 @@ GAINS = (
         ),
     ),
     Gain(
-        "TRL or Trainer packing with FlashAttention-2, a dense model: full, LoRA, compiled",
+        "TRL or Trainer packing with FlashAttention-2, a dense model: eager, compiled",
         "`patch_model`; your documents are isolated already",
         (
             _trainer("compiled", "Trainer, packed FA2, compiled", _FA2),
             _trainer("eager", "Trainer, packed FA2", _FA2),
-            _trainer("lora", "Trainer, packed FA2, LoRA", _FA2),
         ),
     ),
     Gain(
-        "the same with FlashAttention-3, eager: full, LoRA",
+        "the same with FlashAttention-3, eager",
         "nothing: stay",
-        (
-            _trainer("eager", "Trainer, packed FA3", _FA3),
-            _trainer("lora", "Trainer, packed FA3, LoRA", _FA3),
-        ),
+        (_trainer("eager", "Trainer, packed FA3", _FA3),),
     ),
 )
 

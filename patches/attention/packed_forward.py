@@ -255,9 +255,9 @@ class PackedForward:
         if kind.numbers not in known:
             raise NotImplementedError(
                 "an attention layer must compute what its config and its attributes said when the "
-                f"model was patched, {' or '.join(map(str, known))}, got {kind.numbers}; call "
-                "patch_model after the last change, and use a release of transformers that "
-                "flexvarlen allows."
+                f"model was patched, {' or '.join(map(str, known)) or 'no attention'}, got "
+                f"{kind.numbers}; call patch_model after the last change, and use a release of "
+                "transformers that flexvarlen allows."
             )
 
     def _make_route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:

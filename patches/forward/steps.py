@@ -61,6 +61,7 @@ from flexvarlen.patches.models.layers import dtype_of_queries, is_compiled_by_la
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, LostDocuments, Patch
 from flexvarlen.patches.why_not import why_not_adapters
 from flexvarlen.recurrent.documents import RecurrentDocuments
+from flexvarlen.recurrent.fla_kernels.check import nothing_checked
 
 
 def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
@@ -356,11 +357,18 @@ def packed_forward(module: nn.Module, patch: Patch, layout: PackedLayout) -> Pac
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
     needs_grad = grads and learns
-    if recurrent is None or recurrent.for_any_row or torch.compiler.is_compiling():
-        packed.prepare(dtype, needs_grad=needs_grad)
-    else:
+    if recurrent is not None and _compiles_at_once(recurrent):
         packed.postpone(recurrent, dtype, needs_grad)
+    else:
+        packed.prepare(dtype, needs_grad=needs_grad)
     return packed
+
+
+def _compiles_at_once(recurrent: RecurrentDocuments) -> bool:
+    """Whether the first recurrent layer is to check fla's kernels: in eager mode, on one rank."""
+    if torch.compiler.is_compiling() or recurrent.for_any_row or recurrent.over_ranks:
+        return False
+    return nothing_checked(recurrent.layout.device)
 
 
 def prepare_head(forward: ForwardInputs, packed: PackedForward, counts: Tensor | None) -> None:

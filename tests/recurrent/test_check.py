@@ -8,14 +8,18 @@ import pytest
 import torch
 from transformers.models.mamba2 import modeling_mamba2
 
+import flexvarlen as fv
 from flexvarlen.attention.auto.check_results import WrongResultError
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.attention.packed_forward import PackedForward
+from flexvarlen.patches.forward import steps
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels import check
 from flexvarlen.recurrent.fla_kernels.check import Scan
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 from flexvarlen.recurrent.layer_functions import mamba2_scan
 from tests.recurrent.cases import CASES
+from tests.tiny_models import new_model
 
 CPU = torch.device("cpu")
 SCANS = {
@@ -160,6 +164,27 @@ def test_heads_of_dynamic_shapes(compared):
         x = torch.ones(1, tokens, 16)
         assert torch.equal(compiled(x), 2 * x)
     assert [scan.heads for scan in compared] == [(2, 2)]
+
+
+def test_the_first_forward_leaves_attention_to_its_layers(monkeypatch):
+    """Else its kernels would be compiled before those of the recurrent layers, not beside them."""
+    model, prepared = fv.patch_model(new_model("qwen3_5_text")), []
+    prepare = PackedForward.prepare
+
+    def counted(packed, *args, **kwargs):
+        prepared.append(packed)
+        prepare(packed, *args, **kwargs)
+
+    monkeypatch.setattr(PackedForward, "prepare", counted)
+    row = {
+        "input_ids": torch.arange(3, 40)[None],
+        "packed_layout": PackedLayout.from_lengths([9, 28]),
+    }
+    expected = model(**row).logits
+    monkeypatch.setattr(steps, "nothing_checked", lambda device: True)
+    assert torch.equal(model(**row).logits, expected)
+    assert len(prepared) == 2
+    assert prepared[1].recurrent.meanwhile is None
 
 
 @pytest.mark.gpu

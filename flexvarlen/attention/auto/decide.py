@@ -119,7 +119,9 @@ def order(call: AttentionCall, bucket: keys.Bucket | None, *, compiled: bool) ->
     if call.device.type not in CANDIDATES:
         return Order(fixed, f"the built-in order for {call.device.type}, which has no measurements")
     if bucket is None:
-        return Order(fixed, "the built-in order, as a size is 0, or not known inside the compiled graph")
+        return Order(
+            fixed, "the built-in order, as a size is 0, or not known inside the compiled graph"
+        )
     by_host = not compiled and table.is_host_bound(call, 2 ** bucket[0])
     timings = _own_timings(call, bucket)
     if timings:

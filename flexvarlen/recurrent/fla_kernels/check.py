@@ -160,6 +160,11 @@ def _key(scan: Scan, device: torch.device) -> str:
 _known: dict[str, str | None] = {}
 
 
+def nothing_checked(device: torch.device) -> bool:
+    """Whether this process has not yet asked whether fla's kernels are right."""
+    return device.type == "cuda" and not _known
+
+
 def noted(device: torch.device) -> list[str]:
     """The scans that the cache file notes as right on this machine."""
     start = f"{keys.machine(device)}; {NOTED}"

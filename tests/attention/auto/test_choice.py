@@ -143,7 +143,10 @@ def test_sizes_do_not_depend_on_documents():
 
 def test_cpu_takes_the_fixed_order():
     explanation = explain()
-    assert (explanation.chosen, explanation.why) == ("sdpa", "the built-in order for cpu, which has no measurements")
+    assert (explanation.chosen, explanation.why) == (
+        "sdpa",
+        "the built-in order for cpu, which has no measurements",
+    )
 
 
 def test_the_text_names_each_backend(two):
