@@ -144,12 +144,14 @@ def test_why_not_asks_the_module(local_kernels, name, change, call, lacking):  #
 
 @pytest.fixture
 def online(monkeypatch):
-    """HF_HUB_OFFLINE is not set, and any connection fails the test."""
+    """HF_HUB_OFFLINE is not set, and any connection or download fails the test."""
     from huggingface_hub import constants
 
-    def connect(*_):
+    def connect(*_, **__):
         raise AssertionError("the network was asked")
 
+    kernels = pytest.importorskip("kernels")
+    monkeypatch.setattr(kernels, "install_kernel", connect)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr(socket, "getaddrinfo", connect)
