@@ -73,6 +73,24 @@ def test_compiled_it_is_an_operator(local_kernels, name):  # noqa: F811
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_a_model_trains_on_it_as_on_the_reference(local_kernels, kind):  # noqa: F811
+    """gpt-oss would silently not have trained its sinks on vllm-flash-attn3's own."""
+    local_kernels("fa3")
+    model = new_model(kind).train()
+    ids = torch.arange(1, 19)[None]
+    gradients = []
+    for backend in ("reference", "kernels-community/vllm-flash-attn3"):
+        fv.patch_model(model, backend)
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, packed_layout=layout_of(7, 11)).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+    sinks = [grad for name, grad in gradients[1].items() if "sinks" in name]
+    assert all(grad.abs().max() > 0 for grad in sinks)
+    assert bool(sinks) == (kind == "gpt_oss")
+
+
 WRONG_DK = ("x[at] = part.to(x.dtype)", "x[at] = part.to(x.dtype) * (1.5 if part is dk else 1)")
 NO_SOFTCAP = ("if softcap:", "if False:")
 RANDOM = ("x[at] = part.to(x.dtype)", "x[at] = part.to(x.dtype) + 1e-5 * torch.rand(())")
@@ -144,12 +162,14 @@ def test_why_not_asks_the_module(local_kernels, name, change, call, lacking):  #
 
 @pytest.fixture
 def online(monkeypatch):
-    """HF_HUB_OFFLINE is not set, and any connection fails the test."""
+    """HF_HUB_OFFLINE is not set, and any connection or download fails the test."""
     from huggingface_hub import constants
 
-    def connect(*_):
+    def connect(*_, **__):
         raise AssertionError("the network was asked")
 
+    kernels = pytest.importorskip("kernels")
+    monkeypatch.setattr(kernels, "install_kernel", connect)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr(socket, "getaddrinfo", connect)

@@ -62,7 +62,7 @@ REPOSITORIES = {
 }
 """By backend. On ROCm transformers loads aiter-flash-attn, whose functions give no LSE."""
 
-BACKENDS = {
+BACKEND_OF = {
     name: backend
     for backend, repository in REPOSITORIES.items()
     for name in (repository.name, *repository.other_names)
