@@ -93,6 +93,7 @@ def test_a_model_trains_on_it_as_on_the_reference(local_kernels, kind):  # noqa:
 
 WRONG_DK = ("x[at] = part.to(x.dtype)", "x[at] = part.to(x.dtype) * (1.5 if part is dk else 1)")
 NO_SOFTCAP = ("if softcap:", "if False:")
+OF_THE_OFFSET = ("x.detach().to(q.dtype), y", "x.detach().to(q.dtype) * (1 + 1e-5 * rows.start), y")
 RANDOM = ("x[at] = part.to(x.dtype)", "x[at] = part.to(x.dtype) + 1e-5 * torch.rand(())")
 
 
@@ -140,6 +141,23 @@ def test_what_was_found_right_is_kept_for_this_build_alone(local_kernels, monkey
     monkeypatch.setenv("LOCAL_KERNELS", f"{hub.REPOSITORIES['fa2'].name}={folder}")
     with pytest.raises(NotImplementedError, match="its dk is off"):
         results("fa2", layout, leaves)
+
+
+@pytest.mark.parametrize("change", [None, OF_THE_OFFSET])
+@pytest.mark.parametrize("cross", [False, True])
+def test_batch_invariance_is_checked(local_kernels, change, cross):  # noqa: F811
+    """Results that depend on the offset are within the tolerance, and other bits."""
+    local_kernels("fa3", *[change] * (change is not None))
+    layout = layout_of()
+    leaves = tensors(layout, sinks=True)
+    options = {"batch_invariant": True, "return_lse": False}
+    options |= {"layout_k": layout_of(5, 1, 9)} if cross else {}
+    results("fa3", layout, leaves, **options | {"batch_invariant": False})
+    if change is None:
+        results("fa3", layout, leaves, **options)
+        return
+    with pytest.raises(NotImplementedError, match="is not batch invariant: in another row it dif"):
+        results("fa3", layout, leaves, **options)
 
 
 @pytest.mark.parametrize(
