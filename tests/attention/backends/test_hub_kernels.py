@@ -7,6 +7,7 @@ import shutil
 import socket
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,8 +129,14 @@ def test_a_named_kernel_that_is_wrong_serves_nothing_else(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_was_found_right_is_kept_for_this_build_alone(local_kernels, monkeypatch, tmp_path):  # noqa: F811
-    """The second build of a repository has another id, and is checked anew."""
+@pytest.mark.parametrize("same_id", [False, True])
+def test_what_was_found_right_is_kept_for_this_build_alone(
+    local_kernels,  # noqa: F811
+    monkeypatch,
+    tmp_path,
+    same_id,
+):
+    """The second build of a repository has another id, or newer files, and is checked anew."""
     local_kernels("fa2")
     layout = layout_of()
     leaves = tensors(layout)
@@ -138,6 +145,9 @@ def test_what_was_found_right_is_kept_for_this_build_alone(local_kernels, monkey
     hub._loaded.clear()
     monkeypatch.setattr(BACKENDS["fa2"], "_kernel", None)
     folder = lay_out(tmp_path / "newer", "fa2", WRONG_DK)
+    if same_id:
+        metadata = Path("build", "torch-universal", "metadata.json")
+        shutil.copy(tmp_path / "fa2-repository" / metadata, folder / metadata)
     monkeypatch.setenv("LOCAL_KERNELS", f"{hub.REPOSITORIES['fa2'].name}={folder}")
     with pytest.raises(NotImplementedError, match="its dk is off"):
         results("fa2", layout, leaves)
