@@ -114,6 +114,8 @@ def on_disk(backend: str) -> HubKernel | NotLoaded:
             found = _imported(repository, folder, remedy)
             if isinstance(found, NotLoaded):
                 return _not_downloaded.get(backend, found)
+            if local:  # whose files may change while its id does not
+                found = found._replace(origin=f"{found.origin} of LOCAL_KERNELS, {_date(folder)}")
             _loaded[backend] = found
         return _loaded[backend]
 
@@ -160,6 +162,12 @@ def _imported(repository: Repository, folder: Path, remedy: str) -> HubKernel | 
     except (AttributeError, ImportError, OSError, RuntimeError, ValueError) as error:
         return NotLoaded(f"{repository} does not load here ({_line(error)})", remedy)
     return HubKernel(module, f"{repository} ({module.__name__})")
+
+
+def _date(folder: Path) -> int:
+    """When the newest file was changed, apart from what Python compiles, in ns."""
+    files = (x for x in folder.rglob("*") if x.is_file() and x.suffix != ".pyc")
+    return max((file.stat().st_mtime_ns for file in files), default=0)
 
 
 def _line(error: Exception) -> str:
