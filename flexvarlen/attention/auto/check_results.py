@@ -63,17 +63,17 @@ class Expected(NamedTuple):
 
     @classmethod
     def of(cls, call: AttentionCall, mask: DocumentMask, tensors: RandomTensors) -> Expected:
-        """Compute the results by dense attention in fp32, or in fp64 for wider inputs. Syncs."""
+        """Compute the results by dense attention in fp32, or for wider inputs in fp64. Syncs."""
         lo, hi = mask.bounds()
         seeing = (lo < hi).nonzero()[:, 0]
         keys = mask.layout_k.total_tokens
         most = max(1, min(_MOST_QUERIES, _MOST_SCORES // (call.num_heads * keys), len(seeing)))
-        evenly = torch.linspace(0, len(seeing) - 1, most, device=lo.device, dtype=torch.float64)
-        queries = seeing[evenly.round().long()] if len(seeing) else seeing
+        evenly = torch.linspace(0, len(seeing) - 1, most, dtype=torch.float64).round().long()
+        queries = seeing[evenly.to(lo.device)] if len(seeing) else seeing
         grad_THD = torch.zeros_like(tensors.grad_THD)
         grad_THD[queries] = tensors.grad_THD[queries]
 
-        wide = torch.float32 if call.dtype.itemsize < 4 else torch.float64
+        wide = torch.float32 if call.dtype.itemsize < 4 else _widest(call.device)
         q, k, v, *sinks = (
             x.detach().to(wide).requires_grad_(call.needs_grad)
             for x in (tensors.q_THD[queries], *tensors.inputs[1:])
@@ -115,6 +115,11 @@ class Expected(NamedTuple):
                     f"wrong results: its {name} is off by {error / size:.2g} times the reference's "
                     "norm"
                 )
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    """MPS has no float64, and not every XPU has."""
+    return torch.float64 if device.type in ("cuda", "cpu") else torch.float32
 
 
 def compare_with_reference(

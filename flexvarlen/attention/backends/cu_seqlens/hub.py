@@ -22,6 +22,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 DOCTOR = "flexvarlen doctor --install"
+SWITCH = "USE_HUB_KERNELS"
+"""transformers' variable, with which it takes kernels of the Hub, or none."""
 
 
 class Repository(NamedTuple):
@@ -201,6 +203,8 @@ def _requirement() -> Requirement:
 
 def problem_of_kernels(backend: str) -> NotLoaded | None:
     """Why the package `kernels` cannot be used, or None."""
+    if os.environ.get(SWITCH, "yes").lower() not in ("1", "on", "yes", "true"):
+        return NotLoaded(f"{SWITCH} turns kernels of the Hub off", f"unset {SWITCH}")
     remedy = f"pip install '{requirement(backend)}' (or run: {DOCTOR})"
     try:
         installed = None if find_spec("kernels") is None else version("kernels")
