@@ -117,9 +117,12 @@ class Expected(NamedTuple):
                 )
 
 
+_HAVE_FLOAT64 = ("cuda", "cpu")
+"""Types of devices: MPS has none, and not every XPU has."""
+
+
 def _widest(device: torch.device) -> torch.dtype:
-    """MPS has no float64, and not every XPU has."""
-    return torch.float64 if device.type in ("cuda", "cpu") else torch.float32
+    return torch.float64 if device.type in _HAVE_FLOAT64 else torch.float32
 
 
 def compare_with_reference(
