@@ -112,9 +112,9 @@ def test_a_kernel_of_the_hub_that_is_here(local_kernels, monkeypatch):  # noqa: 
 
 
 def test_a_wrong_folder_is_named_and_not_a_command_that_cannot_help(
-    local_kernels,
+    local_kernels,  # noqa: F811
     monkeypatch,
-    tmp_path,  # noqa: F811
+    tmp_path,
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("LOCAL_KERNELS", f"{hub.REPOSITORIES['fa3'].name}={tmp_path}/none")
