@@ -94,7 +94,11 @@ def install(device: torch.device) -> list[str]:
     if hub.problem_of_kernels(name) is not None:
         command = [sys.executable, "-m", "pip", "install", hub.requirement(name)]
         if subprocess.run(command).returncode != 0:
-            raise OSError(f"pip could not install {hub.requirement(name)}; see above.")
+            raise OSError(
+                f"pip could not install {hub.requirement(name)}; see above. If there is no such "
+                "version, run pip install '.[kernels]' in flexvarlen's checkout, which also "
+                "changes transformers to a release that fits."
+            )
         invalidate_caches()
     hub.download(name)
     reason = _why_not(name, device)
