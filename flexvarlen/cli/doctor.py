@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 def doctor(
     install: Annotated[
         bool,
-        typer.Option("--install", help="Get the best kernel of this machine: pip and the Hub."),
+        typer.Option("--install", help="Get the best kernel for this machine, from the Hub."),
     ] = False,
 ) -> None:
     """Say what is best on this machine and how to get it, and what every backend can do.
 
-    The first lines say what auto takes, which kernel would be best, and the command that gets it.
+    The first lines say what auto takes, which kernel is the best, and the command that gets it.
     """
     with one_line_errors(doctor):
         import torch

@@ -1,4 +1,4 @@
-"""The best kernel of this machine that has to be installed: is it here, and how to get it."""
+"""The best kernel for this machine that has to be installed: is it here, and how to get it."""
 
 from __future__ import annotations
 
@@ -32,20 +32,31 @@ class Best:
     def sentences(self) -> list[str]:
         """What is best here, and the one command to get it."""
         if self.reason is None:
-            where = hub.origin(self.name) or "its package"
-            return [f"The best kernel of this machine is here: {self.name}, of {where}."]
-        steps = f"loads {hub.REPOSITORIES[self.name]} from the Hub"
+            origin = hub.origin(self.name) or "an installed package"
+            return [f"The best kernel for this machine is ready: {self.name}, from {origin}."]
+        if not self.can_be_installed:
+            return [f"The best kernel for this machine cannot be used: {self.reason}"]
+        repository = hub.REPOSITORIES[self.name]
+        download = f"downloads {repository} from the Hub"
+        copy = f"set LOCAL_KERNELS={repository.name}=FOLDER to a copy of that repository"
         if hub.problem_of_kernels(self.name) is not None:
-            steps = f"installs {hub.requirement(self.name)} with pip and {steps}"
-        return [
-            f"The best kernel of this machine is {self.name}, which is not here.",
-            f"To get it, run: {hub.DOCTOR}",
-            f"It {steps}; nothing is compiled.",
-        ]
+            download = f"installs {hub.requirement(self.name)} with pip and {download}"
+            copy = f"install {hub.requirement(self.name)} and {copy}"
+        missing = f"The best kernel for this machine is {self.name}, which is not installed."
+        what = f"This {download}; nothing is compiled."
+        if hub.is_offline():
+            unset = f"To get it, unset HF_HUB_OFFLINE and run: {hub.DOCTOR}"
+            return [missing, unset, what, f"Without a network, {copy}."]
+        return [missing, f"To get it, run: {hub.DOCTOR}", what]
+
+    @property
+    def can_be_installed(self) -> bool:
+        """Whether `--install` can get it: not where LOCAL_KERNELS names what does not load."""
+        return self.reason is not None and hub.DOCTOR in self.reason
 
 
 def best(device: torch.device) -> Best | None:
-    """The best backend of the device's machine; None where torch's own kernels are the best."""
+    """The best backend for the device's machine; None where torch's own kernels are the best."""
     machine = machines.machine_of(device)
     for name in _BEST_FIRST:
         row = machines.row_of(name, machine)
@@ -55,30 +66,39 @@ def best(device: torch.device) -> Best | None:
 
 
 def advice(device: torch.device) -> list[str]:
-    """What is best on the device's machine, and how to get it, as a few sentences."""
+    """What is best on the device's machine and how to get it, in a few sentences."""
     found = best(device)
     if found is None:
-        return [f"Nothing to install: on {device.type} torch's own kernels are the best."]
+        return [f"Nothing to install: torch's own kernels are the best on {device.type}."]
     return found.sentences()
 
 
 def install(device: torch.device) -> list[str]:
-    """Get the best kernel: install `kernels` if need be, and load from the Hub. As `advice`.
+    """Install `kernels` if need be, download the best kernel from the Hub, and return `advice`.
 
     Raises:
-        OSError: offline, or pip failed.
-        NotImplementedError: the kernel cannot be used for another reason.
+        OSError: HF_HUB_OFFLINE is set, or pip failed.
+        NotImplementedError: the kernel cannot be used, for another reason.
     """
     wanted = best(device)
     if wanted is None or wanted.reason is None:
         return advice(device)
     name = wanted.name
+    if not wanted.can_be_installed:
+        raise NotImplementedError(wanted.reason)
+    if hub.is_offline():
+        raise OSError(
+            "--install needs the network; unset HF_HUB_OFFLINE, or set LOCAL_KERNELS="
+            f"{hub.REPOSITORIES[name].name}=FOLDER to a copy of that repository."
+        )
     if hub.problem_of_kernels(name) is not None:
-        if hub.is_offline():
-            raise OSError(f"--install needs the network: {wanted.reason}")
         command = [sys.executable, "-m", "pip", "install", hub.requirement(name)]
         if subprocess.run(command).returncode != 0:
-            raise OSError(f"pip could not install {hub.requirement(name)}; see above.")
+            raise OSError(
+                f"pip could not install {hub.requirement(name)}; see above. If there is no such "
+                "version, run pip install '.[kernels]' in flexvarlen's checkout, which also "
+                "changes transformers to a release that fits."
+            )
         invalidate_caches()
     hub.download(name)
     reason = _why_not(name, device)

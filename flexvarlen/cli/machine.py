@@ -33,8 +33,8 @@ TYPICAL_ROWS = ((8_192, 512), (32_768, 2_048))
 """Tokens of a row and the mean length of its documents, for which kernels are timed."""
 
 DECODING = (
-    "Decoding (a non-empty cache) is not packed: a patched model hands it to transformers' own "
-    "sdpa, with transformers' own mask."
+    "Decoding (a non-empty cache) is not packed: a patched model leaves it to transformers' own "
+    "sdpa and mask."
 )
 
 
@@ -82,8 +82,8 @@ def not_tried(device: torch.device | str) -> str | None:
     if machine_of(torch.device(device)).is_tried:
         return None
     return (
-        "flexvarlen is not tried on such a machine: each backend is checked against the reference "
-        "before its first use."
+        "flexvarlen's tests have not run on such a machine: each backend is checked against the "
+        "reference before its first use."
     )
 
 
@@ -92,7 +92,7 @@ def version_problems() -> list[str]:
     try:
         requirements = requires("flexvarlen") or []
     except PackageNotFoundError:  # a checkout on the path
-        return ["flexvarlen is not installed, so versions are not checked; pip install -e . it."]
+        return ["flexvarlen is not installed, so versions are not checked; run: pip install -e ."]
     problems = []
     for text in requirements:
         requirement = Requirement(text)
@@ -105,8 +105,8 @@ def version_problems() -> list[str]:
             continue
         if not requirement.specifier.contains(Version(found).base_version, prereleases=True):
             problems.append(
-                f"{requirement.name} {found} is outside {requirement.specifier}, which is what is "
-                f"tested; install {requirement}."
+                f"{requirement.name} {found} is outside the tested range "
+                f"{requirement.specifier}; install {requirement}."
             )
     return problems
 
@@ -135,12 +135,12 @@ def fla_configs() -> str | None:
         return None
     use_fla_configs()
     if fla_configs_are_used():
-        return "fla's kernels run in the configurations that were found on an H200."
+        return "fla's kernels run with the configurations found on an H200."
     if fla_variables_are_set():
-        return "fla's own variables say in which configurations its kernels run."
+        return "fla's own environment variables choose the configurations of its kernels."
     return (
-        "fla times its kernels for minutes at their first use; FLEXVARLEN_FLA_CONFIGS=1 gives it "
-        "the configurations found on an H200, which may be slow on other GPUs."
+        "fla times its kernels for minutes at their first use. FLEXVARLEN_FLA_CONFIGS=1 gives "
+        "them the configurations found on an H200, which may be slow on other GPUs."
     )
 
 
@@ -165,8 +165,8 @@ def checked_scans(device: torch.device | str) -> str | None:
         return None
     found = noted(device)
     if not found:
-        return "fla's scans are checked at their first use, none so far on this machine."
-    return f"fla's scans that were checked and are right on this machine: {'; '.join(found)}."
+        return "fla's scans are checked at their first use, on this machine none so far."
+    return f"fla's scans that passed the check on this machine: {'; '.join(found)}."
 
 
 def parse_heads(text: str) -> tuple[int, int]:

@@ -281,11 +281,11 @@ def test_doctor_names_the_scans_that_were_checked(monkeypatch, tmp_path):
     monkeypatch.setenv(env.CACHE, str(tmp_path))
     assert "fla's scans" not in said()
     monkeypatch.setattr(fla_kernels, "why_not", lambda x: None)
-    assert said().endswith("first use, none so far on this machine.")
+    assert said().endswith("first use, on this machine none so far.")
     machine = keys.machine(torch.device("cpu"))
     notes = {f"{machine}; {NOTED}scan one": {}, f"another machine; {NOTED}scan two": {}}
     cache_file.write_entries(cache_file.cache_path(), notes)
-    assert said().endswith("right on this machine: scan one.")
+    assert said().endswith("passed the check on this machine: scan one.")
 
 
 def test_doctor_runs_no_kernel_and_imports_no_transformers():

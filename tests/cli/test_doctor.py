@@ -35,13 +35,18 @@ def bare(monkeypatch):
     ("major", "best", "repository"),
     [(8, "fa2", "flash-attn2"), (9, "fa3", "vllm-flash-attn3"), (10, "fa4", "flash-attn4")],
 )
-def test_what_is_best_and_the_command(bare, major, best, repository):
+@pytest.mark.parametrize("offline", [False, True])
+def test_what_is_best_and_the_command(bare, monkeypatch, major, best, repository, offline):
     bare(major)
+    monkeypatch.setattr(hub, "is_offline", lambda: offline)
     sentences = advice(CUDA)
-    assert sentences[0] == f"The best kernel of this machine is {best}, which is not here."
-    assert sentences[1] == "To get it, run: flexvarlen doctor --install"
+    assert sentences[0] == f"The best kernel for this machine is {best}, which is not installed."
+    unset = "unset HF_HUB_OFFLINE and " if offline else ""
+    assert sentences[1] == f"To get it, {unset}run: flexvarlen doctor --install"
     assert f"installs {hub.requirement(best)} with pip" in sentences[2]
     assert f"kernels-community/{repository} v" in sentences[2]
+    copy = f"set LOCAL_KERNELS=kernels-community/{repository}=FOLDER to a copy"
+    assert (copy in sentences[-1]) == offline
     assert len(sentences) <= 8  # with the line of auto and an empty one: ten lines
 
 
@@ -50,7 +55,7 @@ def test_nothing_to_install(bare, device):
     """On a CPU, and on a GPU of before Ampere, pip is not called."""
     bare(7)
     for found in (advice(torch.device(device)), install(torch.device(device))):
-        assert found == [f"Nothing to install: on {device} torch's own kernels are the best."]
+        assert found == [f"Nothing to install: torch's own kernels are the best on {device}."]
 
 
 def test_install_calls_pip_and_the_hub(bare, monkeypatch):
@@ -67,7 +72,8 @@ def test_install_calls_pip_and_the_hub(bare, monkeypatch):
         monkeypatch.setattr(fa3.BACKEND, "functions", ("_flash_attention_forward",) * 2)
 
     monkeypatch.setattr(hub, "download", download)
-    assert install(CUDA) == ["The best kernel of this machine is here: fa3, of its package."]
+    ready = "The best kernel for this machine is ready: fa3, from an installed package."
+    assert install(CUDA) == [ready]
     pip = [sys.executable, "-m", "pip", "install", hub.requirement("fa3")]
     assert calls == [pip, "fa3"]
 
@@ -94,11 +100,27 @@ def test_the_command_begins_with_them():
     lines = result.output.splitlines()
     assert lines[0].startswith("auto takes ")
     if not torch.cuda.is_available():
-        assert lines[1] == "Nothing to install: on cpu torch's own kernels are the best."
+        assert lines[1] == "Nothing to install: torch's own kernels are the best on cpu."
 
 
 def test_a_kernel_of_the_hub_that_is_here(local_kernels, monkeypatch):  # noqa: F811
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     local_kernels("fa3")
     (sentence,) = advice(CUDA)
-    assert sentence.startswith("The best kernel of this machine is here: fa3, of kernels-community")
+    ready = "The best kernel for this machine is ready: fa3, from kernels-community"
+    assert sentence.startswith(ready)
+
+
+def test_a_wrong_folder_is_named_and_not_a_command_that_cannot_help(
+    local_kernels,  # noqa: F811
+    monkeypatch,
+    tmp_path,
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("LOCAL_KERNELS", f"{hub.REPOSITORIES['fa3'].name}={tmp_path}/none")
+    (sentence,) = advice(CUDA)
+    assert sentence.startswith("The best kernel for this machine cannot be used: fa3 needs")
+    assert "correct what LOCAL_KERNELS names" in sentence
+    assert hub.DOCTOR not in sentence
+    with pytest.raises(NotImplementedError, match="correct what LOCAL_KERNELS names"):
+        install(CUDA)

@@ -117,17 +117,19 @@ def order(call: AttentionCall, bucket: keys.Bucket | None, *, compiled: bool) ->
     wasteful = call.needs_grad and bucket is not None and keys.is_wasteful(bucket)
     fixed = fixed_order(call, wasteful=wasteful)
     if call.device.type not in CANDIDATES:
-        return Order(fixed, f"the built-in order for {call.device.type}, which has no measurements")
+        return Order(fixed, f"by the built-in order, as nothing was measured on {call.device.type}")
     if bucket is None:
         return Order(
-            fixed, "the built-in order, as a size is 0, or not known inside the compiled graph"
+            fixed, "by the built-in order, as a size is 0, or not known inside the compiled graph"
         )
     by_host = not compiled and table.is_host_bound(call, 2 ** bucket[0])
     timings = _own_timings(call, bucket)
     if timings:
         why, times = f"measured on this machine ({cache_path()})", _times(timings)
     elif wasteful:  # no case is like it: only FlashAttention's backward is slowed down
-        return Order(fixed, "the built-in order, as kernels are launched for far longer documents")
+        return Order(
+            fixed, "by the built-in order, as kernels are launched for far longer documents"
+        )
     else:
         capability = table.capability_of(call.device)
         case = table.nearest(call, bucket, capability, table.shipped_cases())

@@ -145,7 +145,7 @@ def test_cpu_takes_the_fixed_order():
     explanation = explain()
     assert (explanation.chosen, explanation.why) == (
         "sdpa",
-        "the built-in order for cpu, which has no measurements",
+        "by the built-in order, as nothing was measured on cpu",
     )
 
 
