@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flexvarlen.report.records import Record, by_machine, commits_of, in_short, latest_run, ran_on
-from flexvarlen.report.table import Column, Notes, Table, best, three_digits
+from flexvarlen.report.table import NOTHING, Column, Notes, Table, best, three_digits
 
 HOST_BOUND = "†"
 HOST_BOUND_NOTE = f"{HOST_BOUND} the device waited for the host; never the best of a line."
@@ -88,29 +88,23 @@ def times_table(
     title: str,
     *,
     kept: Callable[[str], bool] = lambda variant: True,
-    value: Callable[[Measured, str], float | None] = Measured.ms,
 ) -> Table:
     """A column for each variant, the best of each line bold."""
     notes = Notes()
     variants = dict.fromkeys(name for line in lines for name in line.records if kept(name))
-    shown = [Column(f"`{name}`", _cell(name, tuple(variants), value, notes)) for name in variants]
+    shown = [Column(f"`{name}`", _cell(name, tuple(variants), notes)) for name in variants]
     table = Table.of(lines, [*columns, *shown], title)
     marked = any(HOST_BOUND in cell for line in table.lines for cell in line)
     below = (*([HOST_BOUND_NOTE] if marked else []), *notes)
     return Table(table.title, table.header, table.lines, notes=below)
 
 
-def _cell(
-    name: str,
-    variants: Sequence[str],
-    value: Callable[[Measured, str], float | None],
-    notes: Notes,
-) -> Callable[[Measured], str]:
+def _cell(name: str, variants: Sequence[str], notes: Notes) -> Callable[[Measured], str]:
     def cell(line: Measured) -> str:
         record = line.records.get(name)
         if record is None:
             return ""
-        found = value(line, name)
+        found = line.ms(name)
         if found is None:
             if not record.reason:
                 return ""
@@ -119,7 +113,7 @@ def _cell(
         text = three_digits(found)
         if line.host_bound(name):
             return text + HOST_BOUND
-        others = [value(line, x) for x in variants if not line.host_bound(x)]
+        others = [line.kernel_ms(x) for x in variants]
         return f"**{text}**" if found == best(others, min) else text
 
     return cell
@@ -142,6 +136,18 @@ def field(title: str, name: str, show: Callable[[Any], str] = str) -> Column:
 def heads(case: Mapping[str, Any]) -> str:
     """The heads of a case without grouped queries."""
     return f"{case['num_heads']} heads of {case['head_dim']}"
+
+
+def ratios(pairs: Iterable[Sequence[float | None]], form: str = "+.1%") -> str:
+    """The second over the first, least and most; with a sign, by how much it exceeds the first."""
+    known = sorted(b / a - form.startswith("+") for a, b in pairs if a and b is not None)
+    return " to ".join(dict.fromkeys(f"{x:{form}}" for x in known[:1] + known[-1:])) or NOTHING
+
+
+def stated(*each: str) -> list[str]:
+    """One note, of the sentences whose numbers were all measured."""
+    found = " ".join(sentence for sentence in each if NOTHING not in sentence)
+    return [found] if found else []
 
 
 PASS = Column("pass", lambda line: line.pass_)
