@@ -109,8 +109,8 @@ def _in_source(dotted):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == last:
             return node
         names = [x.asname or x.name for x in getattr(node, "names", ())]
-        targets = map(ast.unparse, getattr(node, "targets", ()))
-        if last in (*names, *targets):
+        assigned = [getattr(node, "target", None), *getattr(node, "targets", ())]
+        if last in (*names, *(ast.unparse(x) for x in assigned if x is not None)):
             return node
     return None
 

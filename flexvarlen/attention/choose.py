@@ -46,8 +46,7 @@ def choose(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
         return _choose_in_graph(backend, call, mask)
     if backend != "auto":
         key: tuple[object, ...] = (backend, call, None, torch_state())
-        if key not in _table:
-            _require_usable(backend, call, mask)
+        if key not in _table and _require_usable(backend, call, mask):
             _remember(key, Decision(backend, "named", checked=True))
         return backend
     return decision_for(call, sizes(mask), mask).backend
@@ -100,15 +99,16 @@ def _remember(key: tuple[object, ...], decision: Decision) -> None:
     _table[key] = decision
 
 
-def _require_usable(backend: str, call: AttentionCall, mask: DocumentMask | None) -> None:
-    """Load and check the named backend's kernel, if need be.
+def _require_usable(backend: str, call: AttentionCall, mask: DocumentMask | None) -> bool:
+    """Load and check the named backend's kernel, if need be; whether that needs no repetition.
 
     Raises:
         NotImplementedError: it cannot serve the call.
     """
-    reason = named_refusal(backend, call) or auto.why_wrong(backend, call, mask)
+    reason = named_refusal(backend, call)
     if reason is not None:
         raise NotImplementedError(reason)
+    return auto.check_named(backend, call, mask)
 
 
 def _choose_in_graph(backend: str, call: AttentionCall, mask: DocumentMask) -> str:

@@ -39,9 +39,9 @@ def doctor(
             version_problems,
         )
 
-        on_gpu = torch.cuda.is_available()
-        device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-        here = torch.device(device)
+        here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        device, on_gpu = here.type, here.type != "cpu"
+        dtype = torch.float32 if device in ("cpu", "mps") else torch.bfloat16
         advice = installing.install(here) if install else installing.advice(here)
         console.print(chosen_by_auto(device, dtype), style="bold", markup=False, highlight=False)
         for sentence in advice:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flexvarlen.attention.api import needs_gradients, refuse_forward_mode
+from flexvarlen.attention.auto.candidate_call import in_own_thread
 from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.attention.call import AttentionCall, Backend, is_past_int32
 from flexvarlen.attention.choose import choose
@@ -193,12 +194,16 @@ class PackedForward:
                 self.routes[kind] = self._make_route(kind, dtype, needs_grad)
 
     def postpone(self, recurrent: RecurrentDocuments, dtype: torch.dtype, needs_grad: bool) -> None:
-        """Let the first layer `prepare`: a recurrent one while its own kernels are compiled."""
+        """Let the first layer `prepare`: a recurrent one while its own kernels are compiled.
+
+        In a thread of its own, as the layer may be checkpointed, with a policy of what to save.
+        """
 
         def prepare_once() -> None:
             if self._postponed is not None:
                 self._postponed = recurrent.meanwhile = None
-                self.prepare(dtype, needs_grad=needs_grad)
+                prepare = partial(self.prepare, dtype, needs_grad=needs_grad)
+                in_own_thread(self.layout.device, prepare, needs_grad=needs_grad)
 
         self._postponed = recurrent.meanwhile = prepare_once
 

@@ -61,7 +61,7 @@ from flexvarlen.patches.models.layers import dtype_of_queries, is_compiled_by_la
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, LostDocuments, Patch
 from flexvarlen.patches.why_not import why_not_adapters
 from flexvarlen.recurrent.documents import RecurrentDocuments
-from flexvarlen.recurrent.fla_kernels.check import nothing_checked
+from flexvarlen.recurrent.fla_kernels.check import is_first_forward
 
 
 def before_forward(module: nn.Module, inputs: dict[str, Any]) -> dict[str, Any] | None:
@@ -368,7 +368,7 @@ def _compiles_at_once(recurrent: RecurrentDocuments) -> bool:
     """Whether the first recurrent layer is to check fla's kernels: in eager mode, on one rank."""
     if torch.compiler.is_compiling() or recurrent.for_any_row or recurrent.over_ranks:
         return False
-    return nothing_checked(recurrent.layout.device)
+    return is_first_forward(recurrent.layout.device)
 
 
 def prepare_head(forward: ForwardInputs, packed: PackedForward, counts: Tensor | None) -> None:

@@ -143,8 +143,8 @@ MUTATIONS = (
     Mutation(
         "recurrent: a scan that is right without our configurations is noted as right with them",
         f"{RECURRENT}/fla_kernels/check.py",
-        '", in the configurations of flexvarlen" * fla_configs_are_used()',
-        '""',
+        "{scan}{whose_configs()}",
+        "{scan}",
         f"{TESTS}/test_check.py",
     ),
     Mutation(

@@ -99,7 +99,10 @@ TORCH = (
         holds=behaviour.flash_backward_takes_its_arguments_in_our_order,
     ),
     Name("torch._ops.OpOverload._schema", _VARLEN),
-    Name("torch._library.custom_ops.CustomOpDef._init_fn", "attention/backends/cu_seqlens/fa2.py"),
+    Name(
+        "torch._library.custom_ops.CustomOpDef._init_fn",
+        "attention/backends/cu_seqlens/flash_attention.py",
+    ),
     Name("torch.ops.aten._cudnn_attention_forward", "attention/backends/cu_seqlens/cudnn.py"),
     Name("torch.nn.attention.current_flash_attention_impl", "env.py"),
     Name(

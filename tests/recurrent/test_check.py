@@ -64,10 +64,12 @@ def _scan(documents, C, B, v, g):
 def test_the_recurrence_is_transformers(kind, trees, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setitem(check.OPERATORS, kind, in_plain_torch(kind))
-    check._compare(scan_of(kind, trees), CPU)
+    scan = scan_of(kind, trees)
+    documents = check._documents(scan, check.LENGTHS, CPU)
+    check._compare(scan, documents)
     monkeypatch.setitem(check.OPERATORS, kind, in_plain_torch(kind, 1.05))
     with pytest.raises(WrongResultError, match=r"its output is off by 0\.0"):
-        check._compare(scan_of(kind, trees), CPU)
+        check._compare(scan, documents)
 
 
 @pytest.fixture
@@ -77,11 +79,12 @@ def compared(monkeypatch, tmp_path):
     monkeypatch.setenv("FLEXVARLEN_CACHE", str(tmp_path))
     monkeypatch.setattr(check.keys, "machine", lambda device: "a machine")
     monkeypatch.setattr(check, "why_nothing_runs", lambda device: None)
+    monkeypatch.setattr(check, "in_own_thread", lambda device, work: work())
     monkeypatch.setattr(check, "in_own_threads", lambda device, works: [x() for x in works])
     monkeypatch.setattr(check, "_documents", lambda scan, lengths, device: lengths)
     for step in ("_run_forward", "_run_backward"):
         monkeypatch.setattr(check, step, lambda scan, lengths: None)
-    monkeypatch.setattr(check, "_compare", lambda scan, device: found.append(scan))
+    monkeypatch.setattr(check, "_compare", lambda scan, lengths: found.append(scan))
     monkeypatch.setattr(check, "_known", {})
     return found
 
@@ -132,7 +135,7 @@ def test_what_is_compiled_meanwhile(compared):
 def test_ours_fail_but_flas_own_are_right(compared, monkeypatch):
     """Then fla times its own, and what is noted is not about ours."""
     ours = [True]
-    monkeypatch.setattr(check, "fla_configs_are_used", lambda: bool(ours))
+    monkeypatch.setattr(check, "whose_configs", lambda: ", ours" * len(ours))
     monkeypatch.setattr(check, "let_fla_time_its_own", lambda: bool(ours and ours.pop()))
 
     def wrong_with_ours(scan, device):
@@ -142,12 +145,14 @@ def test_ours_fail_but_flas_own_are_right(compared, monkeypatch):
 
     monkeypatch.setattr(check, "_compare", wrong_with_ours)
     scan = scan_of("gated delta rule")
-    assert check._why_wrong(*scan, 0) is None
+    with pytest.warns(UserWarning, match="shared memory.*so fla times its own"):
+        assert check._why_wrong(*scan, 0) is None
     assert compared == [scan, scan]
     assert check.noted(CPU) == [str(scan)]
     check._known.clear()
     ours.append(True)  # another process
-    assert check._why_wrong(*scan, 0) is None
+    with pytest.warns(UserWarning, match="so fla times its own"):
+        assert check._why_wrong(*scan, 0) is None
     assert compared == [scan] * 3
 
 
@@ -181,7 +186,7 @@ def test_the_first_forward_leaves_attention_to_its_layers(monkeypatch):
         "packed_layout": PackedLayout.from_lengths([9, 28]),
     }
     expected = model(**row).logits
-    monkeypatch.setattr(steps, "nothing_checked", lambda device: True)
+    monkeypatch.setattr(steps, "is_first_forward", lambda device: True)
     assert torch.equal(model(**row).logits, expected)
     assert len(prepared) == 2
     assert prepared[1].recurrent.meanwhile is None
@@ -195,8 +200,9 @@ def test_on_a_gpu(kind, trees, monkeypatch):
     device = torch.device("cuda", 0)
     heads, dims = SCANS[kind][0], (64, 64)
     scan = Scan(kind, heads, dims, torch.bfloat16, trees)
-    check._tune_and_compare(scan, device)
+    rows = [check._documents(scan, x, device) for x in (check.TUNED, check.LENGTHS)]
+    check._tune_and_compare(scan, *rows)
     right = check.OPERATORS[kind]
     monkeypatch.setitem(check.OPERATORS, kind, lambda *given: [right(*given)[0] * 1.2])
     with pytest.raises(WrongResultError, match=r"its output is off by 0\.2"):
-        check._compare(scan, device)
+        check._compare(scan, rows[1])

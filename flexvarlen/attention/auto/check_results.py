@@ -63,17 +63,17 @@ class Expected(NamedTuple):
 
     @classmethod
     def of(cls, call: AttentionCall, mask: DocumentMask, tensors: RandomTensors) -> Expected:
-        """Compute the results by dense attention in fp32, or in fp64 for wider inputs. Syncs."""
+        """Compute the results by dense attention in fp32, or for wider inputs in fp64. Syncs."""
         lo, hi = mask.bounds()
         seeing = (lo < hi).nonzero()[:, 0]
         keys = mask.layout_k.total_tokens
         most = max(1, min(_MOST_QUERIES, _MOST_SCORES // (call.num_heads * keys), len(seeing)))
-        evenly = torch.linspace(0, len(seeing) - 1, most, device=lo.device, dtype=torch.float64)
-        queries = seeing[evenly.round().long()] if len(seeing) else seeing
+        evenly = torch.linspace(0, len(seeing) - 1, most, dtype=torch.float64).round().long()
+        queries = seeing[evenly.to(lo.device)] if len(seeing) else seeing
         grad_THD = torch.zeros_like(tensors.grad_THD)
         grad_THD[queries] = tensors.grad_THD[queries]
 
-        wide = torch.float32 if call.dtype.itemsize < 4 else torch.float64
+        wide = torch.float32 if call.dtype.itemsize < 4 else _widest(call.device)
         q, k, v, *sinks = (
             x.detach().to(wide).requires_grad_(call.needs_grad)
             for x in (tensors.q_THD[queries], *tensors.inputs[1:])
@@ -117,6 +117,11 @@ class Expected(NamedTuple):
                 )
 
 
+def _widest(device: torch.device) -> torch.dtype:
+    """MPS has no float64, and not every XPU has."""
+    return torch.float64 if device.type in ("cuda", "cpu") else torch.float32
+
+
 def compare_with_reference(
     name: str, call: AttentionCall, mask: DocumentMask | None = None
 ) -> None:
@@ -129,7 +134,8 @@ def compare_with_reference(
             long rows alone, and which a backend that Dynamo compiles would compile once more for.
 
     Raises:
-        WrongResultError: they differ, or those of a deterministic call do from run to run.
+        WrongResultError: they differ; or their bits do, from run to run where the call is to be
+            deterministic, or from row to row where it is to be batch invariant.
     """
 
     def work() -> None:
@@ -139,17 +145,46 @@ def compare_with_reference(
         candidate = CandidateCall(name, call, documents, tensors)
         expected.check(candidate)
         if call.deterministic:
-            _check_bits(candidate, tensors.grad_THD)
+            first, second = (candidate.results(tensors.grad_THD) for _ in range(2))
+            _check_bits(first, second, "is not deterministic: two runs differ")
+        if call.batch_invariant and mask is None:
+            _check_invariance(candidate)
 
     in_own_thread(call.device, work, needs_grad=call.needs_grad)
 
 
-def _check_bits(candidate: CandidateCall, grad_THD: Tensor) -> None:
-    """Raise WrongResultError unless two runs give the same bits."""
-    first, second = (candidate.results(grad_THD) for _ in range(2))
-    for name, result in first.items():
-        if not torch.equal(result, second[name]):
-            raise WrongResultError(f"its {name} is not deterministic: two runs differ in bits")
+def _check_bits(found: dict[str, Tensor], expected: dict[str, Tensor], problem: str) -> None:
+    for name, result in found.items():
+        if not torch.equal(result, expected[name]):
+            raise WrongResultError(f"its {name} {problem} in bits")
+
+
+def _check_invariance(candidate: CandidateCall) -> None:
+    """Raise WrongResultError unless the documents in reverse order get the same bits."""
+    call, mask, tensors = candidate.call, candidate.mask, candidate.tensors
+    order_q, order_k = (_reversed(layout) for layout in (mask.layout, mask.layout_k))
+    orders = (order_q, order_k, order_k)
+    q, k, v = (
+        x.detach()[order].requires_grad_(call.needs_grad)
+        for x, order in zip(tensors[:3], orders, strict=True)
+    )
+    other = RandomTensors(q, k, v, tensors.sinks_H, tensors.grad_THD[order_q])
+    again = CandidateCall(candidate.backend.name, call, _small_mask(call, reverse=True), other)
+    found, expected = again.results(other.grad_THD), candidate.results(tensors.grad_THD)
+    expected.pop("dsinks", None)  # a sum over all documents
+    found.pop("dsinks", None)
+    for name, order in (("output", order_q), *zip(GRADIENTS, orders, strict=False)):
+        if name in expected:
+            expected[name] = expected[name][order]
+    if "LSE" in expected:
+        expected["LSE"] = expected["LSE"][:, order_q]
+    _check_bits(found, expected, "is not batch invariant: in another row it differs")
+
+
+def _reversed(layout: PackedLayout) -> Tensor:
+    """The tokens of the layout with its documents in reverse order, int64 `[T]`."""
+    tokens = torch.arange(layout.total_tokens, device=layout.device)
+    return torch.cat(layout.split(tokens)[::-1])
 
 
 class CannotCheckError(Exception):
@@ -175,16 +210,18 @@ def failure(check: Callable[[], None]) -> str | None:
     return None
 
 
-def _small_mask(call: AttentionCall) -> DocumentMask:
+def _small_mask(call: AttentionCall, *, reverse: bool = False) -> DocumentMask:
     """Build a mask of three documents of up to 300 tokens, one of them with a single token.
 
-    Of trees, the first document has two branches.
+    Of trees, the first document has two branches. `reverse`: the documents in reverse order.
     """
     if call.spec.tree:
         lengths, parents = [100, 20, 30, 1, 300], [-1, 0, 0, -1, -1]
         return DocumentMask(PackedLayout.from_tree(lengths, parents, device=call.device), call.spec)
-    layout = PackedLayout.from_lengths([150, 1, 300], device=call.device)
+    step = -1 if reverse else 1
+    layout = PackedLayout.from_lengths([150, 1, 300][::step], device=call.device)
     cross, prefix = call.spec.cross, call.spec.prefix
-    layout_k = PackedLayout.from_lengths([200, 5, 300], device=call.device) if cross else None
+    keys = [200, 5, 300][::step]
+    layout_k = PackedLayout.from_lengths(keys, device=call.device) if cross else None
     prefixes = torch.full_like(layout.cu_seqlens[1:], 20) if prefix else None
     return DocumentMask(layout, call.spec, layout_k=layout_k, prefix=prefixes)

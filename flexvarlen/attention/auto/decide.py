@@ -157,7 +157,7 @@ def decide(
         NotImplementedError: no backend can serve the call.
     """
     tried = order(call, bucket, compiled=compiled)
-    reasons, why = [], tried.why
+    reasons, why, final = [], tried.why, True
     for name in tried.names:
         reason = refusal(name, call)
         if reason is not None:
@@ -168,12 +168,14 @@ def decide(
         checked = _check_once(name, call, mask) if check else name in tried.timings
         reason = known_failure(name, call)
         if reason is None and (checked or not check or hub.origin(name) is None):
-            return Decision(name, why, checked)
+            return Decision(name, why, checked and final)
         if reason is None:
-            reason = "cannot be checked now"
-        elif known is None:
-            _warn_of_failure(name, call, reason)
-        why += f"; {name} failed"
+            reason, final = "not checked yet", False
+            why += f"; {name} is not checked yet"
+        else:
+            why += f"; {name} failed"
+            if known is None:
+                _warn_of_failure(name, call, reason)
         reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no backend can serve this call. " + " ".join(reasons))
 
@@ -259,24 +261,28 @@ def known_failure(name: str, call: AttentionCall) -> str | None:
     return _failed.get(keys.check_key(name, call))
 
 
-def why_wrong(name: str, call: AttentionCall, mask: DocumentMask | None) -> str | None:
-    """Why a backend that the user named may not serve a call: its results are wrong, or unchecked.
+def check_named(name: str, call: AttentionCall, mask: DocumentMask | None) -> bool:
+    """Check a backend that the user named, where it must be; whether that needs no repetition.
 
-    None if they are right, or need no check.
+    Raises:
+        NotImplementedError: its results are wrong, or unchecked ones of a kernel of the Hub.
     """
     if not must_be_checked(name, call.device):
-        return None
+        return True
     kind, origin = call.kind(), hub.origin(name)
     checked, what = _check_once(name, kind, mask), f"{name} of {origin}" if origin else name
     if (reason := known_failure(name, kind)) is not None:
-        return (
+        raise NotImplementedError(
             f"{what} fails the check against the reference on this machine, for "
             f"{keys.describe(call)}: {reason}; use another backend, such as 'flex'."
         )
     if checked or origin is None:
-        return None
-    now = why_nothing_runs(call.device) or "the memory does not suffice"
-    return f"{what} must be checked against the reference first, and {now}; call it once before."
+        return checked
+    now = why_nothing_runs(call.device) or "there is no memory for that"
+    raise NotImplementedError(
+        f"{what} must be checked against the reference before its first use, and {now}; run one "
+        "forward with gradients first, outside of backwards and CUDA graphs."
+    )
 
 
 def _check_once(name: str, call: AttentionCall, mask: DocumentMask | None) -> bool:
@@ -287,14 +293,18 @@ def _check_once(name: str, call: AttentionCall, mask: DocumentMask | None) -> bo
     key = keys.check_key(name, call)
     if key in _right:
         return True
-    if key in _failed or why_nothing_runs(call.device) is not None:
+    if key in _failed:
         return False
     if key in read_entries(cache_path()):
         _right.add(key)
         return True
+    if why_nothing_runs(call.device) is not None:
+        return False
     own = None
     if name in _COMPILED:
         if mask is None or type(mask.layout.cu_seqlens) is not Tensor:
+            return False
+        if not (mask.layout.total_tokens and mask.layout_k.total_tokens):
             return False
         own = mask
     try:

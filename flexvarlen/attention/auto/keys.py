@@ -28,6 +28,8 @@ _KERNEL_PACKAGES = (
     "flash-attn",
     "flash-attn-3",
     "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "tilelang",
     "nvidia-cudnn-cu12",
     "nvidia-cudnn-cu13",
 )

@@ -6,7 +6,7 @@ and docs/backends.md show the table.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,8 +35,8 @@ class Machine(NamedTuple):
 
     @property
     def is_tried(self) -> bool:
-        """Whether the tests of this project run on such a machine: Hopper GPUs and CPUs."""
-        return self in (Machine("cpu"), Machine("nvidia", 9))
+        """Whether such a machine runs what this project has tried: NVIDIA GPUs and CPUs."""
+        return self.vendor in ("cpu", "nvidia")
 
 
 class HeadDims(NamedTuple):
@@ -79,6 +79,7 @@ class Row(NamedTuple):
         dtypes, head_dims: of the tensors.
         gradients: the number that head_dim must be a multiple of for gradients; None: they need no
             more than `head_dims`; or the sentence why there is no backward.
+        tried: whether somebody of this project ran them on such a machine, or on one like it.
     """
 
     backends: tuple[str, ...]
@@ -88,6 +89,7 @@ class Row(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = HALF
     head_dims: HeadDims = HeadDims(8, 256)
     gradients: int | str | None = None
+    tried: bool = True
 
 
 _CUDA_ONLY = ("flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4")
@@ -96,9 +98,10 @@ _OLD = "needs compute capability 8.0 (Ampere) or newer; use backend='flex' or 's
 _NO_BACKWARD = "has no backward on compute capability 8.x; use backend='fa2', or torch.no_grad()."
 _CUDNN = "is forward-only: its packed backward gives NaN in torch 2.11; use backend='varlen', or "
 _CUDNN += "torch.no_grad()."
-_FLEX = (None, FLOATS, HeadDims(least=16))
+_FLEX: dict[str, Any] = {"dtypes": FLOATS, "head_dims": HeadDims(least=16)}
 _NO_CPU_BACKWARD = "has no backward on the CPU; use backend='sdpa' there, or torch.no_grad()."
 _HOPPER = "needs a Hopper GPU (compute capability 9.0); use backend='fa2' or 'flex'."
+_UNTRIED_FA4: dict[str, Any] = {"gradients": FA4_GRADIENTS, "tried": False}
 _BLACKWELL_DIMS = HeadDims(8, 128, also=(256,))
 _NVIDIA = "needs an NVIDIA GPU; use backend='fa2' or 'flex'."
 
@@ -108,34 +111,34 @@ def _cuda_gpu(vendor: str) -> str:
 
 
 TABLE: tuple[Row, ...] = (
-    Row(_TORCH, "", (), None, ANY_FLOAT, HeadDims()),
+    Row(_TORCH, "", dtypes=ANY_FLOAT, head_dims=HeadDims()),
     # NVIDIA, as FlashAttention, torch and cuDNN say
-    Row(_CUDA_ONLY, "nvidia", tuple(range(8)), _OLD),
+    Row(_CUDA_ONLY, "nvidia", tuple(range(8)), refusal=_OLD),
     Row(("fa3",), "nvidia", (9,)),
-    Row(("fa3",), "nvidia", (), _HOPPER),
+    Row(("fa3",), "nvidia", refusal=_HOPPER),
     Row(("fa4",), "nvidia", (9,), gradients=FA4_GRADIENTS),
-    Row(("fa4",), "nvidia", (10, 11), head_dims=_BLACKWELL_DIMS, gradients=FA4_GRADIENTS),
-    Row(("fa4",), "nvidia", (12,), head_dims=HeadDims(8, 128), gradients=FA4_GRADIENTS),
-    Row(("fa4",), "nvidia", (8,), head_dims=HeadDims(8, 128), gradients=_NO_BACKWARD),
-    Row(("fa4",), "nvidia", (), "needs compute capability 8.x to 12.x; use backend='flex'."),
+    Row(("fa4",), "nvidia", (10, 11), head_dims=_BLACKWELL_DIMS, **_UNTRIED_FA4),
+    Row(("fa4",), "nvidia", (12,), head_dims=HeadDims(8, 128), **_UNTRIED_FA4),
+    Row(("fa4",), "nvidia", (8,), head_dims=HeadDims(8, 128), gradients=_NO_BACKWARD, tried=False),
+    Row(("fa4",), "nvidia", refusal="needs compute capability 8.x to 12.x; use backend='flex'."),
     Row(("flex_fa4",), "nvidia", (9, 10, 11), head_dims=HeadDims(32, 128)),
-    Row(("flex_fa4",), "nvidia", (), "needs a Hopper or Blackwell GPU; use backend='flex'."),
-    Row(("cudnn",), "nvidia", (), head_dims=HeadDims(8, 128), gradients=_CUDNN),
+    Row(("flex_fa4",), "nvidia", refusal="needs a Hopper or Blackwell GPU; use backend='flex'."),
+    Row(("cudnn",), "nvidia", head_dims=HeadDims(8, 128), gradients=_CUDNN),
     Row(("fa2", "varlen", "nested"), "nvidia"),
-    Row(("flex",), "nvidia", (), *_FLEX),
+    Row(("flex",), "nvidia", **_FLEX),
     # ROCm: torch's FlexAttention and flash kernel, and flash-attn, run there. What transformers
     # loads from the Hub, aiter-flash-attn, has no functions that give the LSE.
     Row(("fa2", "varlen", "nested"), "rocm"),
-    Row(("flex",), "rocm", (), *_FLEX),
-    Row(_CUDA_ONLY, "rocm", (), _NVIDIA),
+    Row(("flex",), "rocm", **_FLEX),
+    Row(_CUDA_ONLY, "rocm", refusal=_NVIDIA),
     # XPU: torch's FlexAttention, and the Hub's build of FlashAttention-2
     Row(("fa2",), "xpu"),
-    Row(("flex",), "xpu", (), *_FLEX),
-    Row(_CUDA_ONLY, "xpu", (), _NVIDIA),
+    Row(("flex",), "xpu", **_FLEX),
+    Row(_CUDA_ONLY, "xpu", refusal=_NVIDIA),
     # MPS and the CPU: torch's own attention
-    Row(("flex",), "mps", (), "has no backward on MPS; use backend='sdpa'."),
-    Row(("flex",), "cpu", (), None, FLOATS, HeadDims(), _NO_CPU_BACKWARD),
-    *(Row(_CUDA_ONLY, vendor, (), _cuda_gpu(vendor)) for vendor in ("mps", "cpu")),
+    Row(("flex",), "mps", refusal="has no backward on MPS; use backend='sdpa'."),
+    Row(("flex",), "cpu", dtypes=FLOATS, head_dims=HeadDims(), gradients=_NO_CPU_BACKWARD),
+    *(Row(_CUDA_ONLY, vendor, refusal=_cuda_gpu(vendor)) for vendor in ("mps", "cpu")),
 )
 
 _NAMES = {name for row in TABLE for name in row.backends}
@@ -190,11 +193,15 @@ def _either(names: list[str]) -> str:
 
 
 def is_tried(name: str, device: torch.device) -> bool:
-    """Whether a backend runs in this project's tests on such a machine.
+    """Whether this project has run a backend on such a machine.
 
     Elsewhere its results are compared with the reference before first use.
     """
-    return name == "reference" or name not in _NAMES or machine_of(device).is_tried
+    if name == "reference" or name not in _NAMES:
+        return True
+    machine = machine_of(device)
+    row = row_of(name, machine)
+    return machine.is_tried and (row is None or row.tried)
 
 
 def where(name: str) -> str:

@@ -47,7 +47,7 @@ _TRANSFORMERS_NAMES = {
     "flash_attention_3": "fa3",
     "flash_attention_4": "fa4",
     "flex_attention": "flex",
-    **hub.BACKENDS,
+    **hub.BACKEND_OF,
 }
 _HUB_NAME = re.compile(r"(?P<repository>[^/:@]+/[^/:@]+)(@[^/:]+)?(:[^/:]+)?")
 """As transformers spells a kernel of the Hub: with a revision, and with a function."""
@@ -140,7 +140,9 @@ def why_not(
 ) -> str | None:
     """Return why a backend cannot serve calls of this kind on this machine, or None if it can.
 
-    `packed_attention` raises an error with the same message; if it is None, the call runs.
+    `packed_attention` raises an error with the same message; if it is None, the call runs. A kernel
+    of the Hub that is not on disk is a reason, although a call that names its backend loads it; one
+    that is there is compared with the reference at its first call, which may refuse it.
 
     Args:
         name: one of `BACKENDS`, or transformers' name for the same kernel.

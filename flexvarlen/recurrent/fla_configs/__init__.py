@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 OPTION = "FLEXVARLEN_FLA_CONFIGS"
+FLA_VARIABLES = ("FLA_CACHE_MODE", "FLA_CONFIG_DIR")
 
 
 def use_fla_configs() -> None:
@@ -37,6 +38,7 @@ def use_fla_configs() -> None:
     if cache.get_fla_config_dir is not _folder:
         cache.get_fla_config_dir = _folder
         cache.FLA_CACHE_MODE = cache.FlaCacheMode.DEFAULT
+        _forget_choices(cache)  # of kernels that ran before
 
 
 def fla_configs_are_used() -> bool:
@@ -54,17 +56,29 @@ def let_fla_time_its_own() -> bool:
     from fla.ops.utils import cache
 
     cache.FLA_CACHE_MODE = cache.FlaCacheMode.DISABLED
+    _forget_choices(cache)
+    return True
+
+
+def _forget_choices(cache: Any) -> None:
     modules = [module for name, module in sys.modules.items() if name.startswith("fla.")]
     found = [x for module in modules for x in vars(module).values()]
     for kernel in (*found, *(getattr(x, "fn", None) for x in found)):  # also below heuristics
         if isinstance(kernel, cache.CachedAutotuner):
             kernel.cache.clear()
-    return True
 
 
 def fla_variables_are_set() -> bool:
     """Whether fla's own variables say which configurations it takes."""
-    return "FLA_CACHE_MODE" in os.environ or "FLA_CONFIG_DIR" in os.environ
+    return any(name in os.environ for name in FLA_VARIABLES)
+
+
+def whose_configs() -> str:
+    """Whose configurations fla's kernels run in, as part of a sentence; "" if it times its own."""
+    if fla_configs_are_used():
+        return ", in the configurations of flexvarlen"
+    asked = [f"{name}={os.environ[name]}" for name in FLA_VARIABLES if name in os.environ]
+    return f", with {' and '.join(asked)}" if asked else ""
 
 
 def _folder() -> Path:

@@ -19,7 +19,11 @@ from torch.nn import functional as F
 
 from flexvarlen.attention.auto import keys
 from flexvarlen.attention.auto.cache_file import cache_path, read_entries, write_entries
-from flexvarlen.attention.auto.candidate_call import in_own_threads, why_nothing_runs
+from flexvarlen.attention.auto.candidate_call import (
+    in_own_thread,
+    in_own_threads,
+    why_nothing_runs,
+)
 from flexvarlen.attention.auto.check_results import (
     TOLERANCE,
     CannotCheckError,
@@ -28,7 +32,12 @@ from flexvarlen.attention.auto.check_results import (
 )
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.recurrent.documents import RecurrentDocuments
-from flexvarlen.recurrent.fla_configs import fla_configs_are_used, let_fla_time_its_own
+from flexvarlen.recurrent.fla_configs import (
+    OPTION,
+    fla_configs_are_used,
+    let_fla_time_its_own,
+    whose_configs,
+)
 from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan, decayed_scan_gradients
 from flexvarlen.recurrent.fla_kernels.delta_rules import (
     gated_delta_rule,
@@ -49,8 +58,8 @@ GRADIENTS: dict[str, Callable[..., list[Tensor]]] = {
     "Mamba-2's scan": decayed_scan_gradients,
 }
 """What the backwards of `OPERATORS` call."""
-NOTED = "fla's kernels are right: "
-"""How the cache file notes a scan, behind the machine."""
+NOTED = "fla's kernels, launch 2, are right: "
+"""How the cache file notes a scan, behind the machine; the number goes up if we launch others."""
 
 LENGTHS, PARENTS = (66, 3, 1, 35), (-1, 0, 0, 2)
 """More than a chunk, less than a convolution, a single token; as documents, or as a tree."""
@@ -136,13 +145,23 @@ def _check_once(
         return None
     if why_nothing_runs(device) is not None:
         return None
-    check = partial(_tune_and_compare, scan, device)
-    works = [lambda: failure(check), *([] if meanwhile is None else [meanwhile])]
     try:
+        # Before the threads start: while one of them compiles, all are told that they do.
+        lengths = (TUNED, LENGTHS)
+        rows = in_own_thread(device, lambda: [_documents(scan, x, device) for x in lengths])
+        works: list[Callable[[], Any]] = [
+            partial(failure, partial(_tune_and_compare, scan, *rows)),
+            *([] if meanwhile is None else [meanwhile]),
+        ]
         why = in_own_threads(device, works)[0]
-    except CannotCheckError:
+    except (CannotCheckError, torch.OutOfMemoryError):
         return None
     if why is not None and let_fla_time_its_own():
+        warnings.warn(
+            f"flexvarlen: fla's kernels failed a check of {scan} in flexvarlen's configurations "
+            f"({why}), so fla times its own; {OPTION}=0 does so at once.",
+            stacklevel=2,
+        )
         return _check_once(scan, device)
     _known[key] = why and f"fla's kernels failed a check of {scan} ({why})"
     if why is None:
@@ -153,16 +172,21 @@ def _check_once(
 
 
 def _key(scan: Scan, device: torch.device) -> str:
-    configs = ", in the configurations of flexvarlen" * fla_configs_are_used()
-    return f"{keys.machine(device)}; {NOTED}{scan}{configs}"
+    return f"{keys.machine(device)}; {NOTED}{scan}{whose_configs()}"
 
 
 _known: dict[str, str | None] = {}
 
 
-def nothing_checked(device: torch.device) -> bool:
-    """Whether this process has not yet asked whether fla's kernels are right."""
-    return device.type == "cuda" and not _known
+def is_first_forward(device: torch.device) -> bool:
+    """Whether this is the first forward of the process that fla's kernels may be checked in."""
+    if device.type != "cuda" or _asked or why_nothing_runs(device) is not None:
+        return False
+    _asked.append(device)
+    return True
+
+
+_asked: list[torch.device] = []
 
 
 def noted(device: torch.device) -> list[str]:
@@ -174,19 +198,18 @@ def noted(device: torch.device) -> list[str]:
 # ---- the check ----
 
 
-def _tune_and_compare(scan: Scan, device: torch.device) -> None:
+def _tune_and_compare(scan: Scan, tuned: RecurrentDocuments, small: RecurrentDocuments) -> None:
     """Run the kernels on a row as in training, then compare them on the small row.
 
     Triton tunes a kernel at its first launch, for rows of all lengths, and fla keeps that on disk.
     """
-    documents = _documents(scan, TUNED, device)
-    steps = [partial(_run_forward, scan, documents), partial(_run_backward, scan, documents)]
+    steps = [partial(_run_forward, scan, tuned), partial(_run_backward, scan, tuned)]
     if fla_configs_are_used():  # nothing is timed, so kernels can be compiled at once
-        in_own_threads(device, steps)
+        in_own_threads(tuned.layout.device, steps)
     else:
         for step in steps:
             step()
-    _compare(scan, device)
+    _compare(scan, small)
 
 
 def _run_forward(scan: Scan, documents: RecurrentDocuments) -> None:
@@ -202,13 +225,13 @@ def _run_backward(scan: Scan, documents: RecurrentDocuments) -> None:
     GRADIENTS[scan.kind](torch.zeros_like(outputs[0]), inputs, outputs, *boundaries)
 
 
-def _compare(scan: Scan, device: torch.device) -> None:
+def _compare(scan: Scan, documents: RecurrentDocuments) -> None:
     """Compare outputs and gradients.
 
     Raises:
         WrongResultError: they differ.
     """
-    documents, group = _documents(scan, LENGTHS, device), scan.heads[1] // scan.heads[0]
+    group = scan.heads[1] // scan.heads[0]
     inputs, grad, found = _run(scan, documents)
     last = [
         x.detach()[:, :, -(1 if i < 2 else min(group, x.shape[2])) :].float().requires_grad_()

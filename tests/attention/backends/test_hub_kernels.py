@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import sys
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,8 +75,27 @@ def test_compiled_it_is_an_operator(local_kernels, name):  # noqa: F811
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_a_model_trains_on_it_as_on_the_reference(local_kernels, kind):  # noqa: F811
+    """gpt-oss would silently not have trained its sinks on vllm-flash-attn3's own."""
+    local_kernels("fa3")
+    model = new_model(kind).train()
+    ids = torch.arange(1, 19)[None]
+    gradients = []
+    for backend in ("reference", "kernels-community/vllm-flash-attn3"):
+        fv.patch_model(model, backend)
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, packed_layout=layout_of(7, 11)).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+    sinks = [grad for name, grad in gradients[1].items() if "sinks" in name]
+    assert all(grad.abs().max() > 0 for grad in sinks)
+    assert bool(sinks) == (kind == "gpt_oss")
+
+
 WRONG_DK = ("x[at] = part.to(x.dtype)", "x[at] = part.to(x.dtype) * (1.5 if part is dk else 1)")
 NO_SOFTCAP = ("if softcap:", "if False:")
+OF_THE_OFFSET = ("x.detach().to(q.dtype), y", "x.detach().to(q.dtype) * (1 + 1e-5 * rows.start), y")
 RANDOM = ("x[at] = part.to(x.dtype)", "x[at] = part.to(x.dtype) + 1e-5 * torch.rand(())")
 
 
@@ -109,19 +130,47 @@ def test_a_named_kernel_that_is_wrong_serves_nothing_else(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_was_found_right_is_kept_for_this_build_alone(local_kernels, monkeypatch, tmp_path):  # noqa: F811
-    """The second build of a repository has another id, and is checked anew."""
+@pytest.mark.parametrize("same_id", [False, True])
+def test_what_was_found_right_is_kept_for_this_build_alone(
+    local_kernels,  # noqa: F811
+    monkeypatch,
+    tmp_path,
+    same_id,
+):
+    """The second build of a repository has another id, or newer files, and is checked anew."""
     local_kernels("fa2")
     layout = layout_of()
     leaves = tensors(layout)
     results("fa2", layout, leaves)
+    first = hub._loaded.pop("fa2").module.__name__
+    for name in [x for x in sys.modules if x.startswith(first)]:  # as in another process
+        monkeypatch.delitem(sys.modules, name)
     choose.clear_cache()
-    hub._loaded.clear()
     monkeypatch.setattr(BACKENDS["fa2"], "_kernel", None)
     folder = lay_out(tmp_path / "newer", "fa2", WRONG_DK)
+    if same_id:
+        metadata = Path("build", "torch-universal", "metadata.json")
+        shutil.copy(tmp_path / "fa2-repository" / metadata, folder / metadata)
     monkeypatch.setenv("LOCAL_KERNELS", f"{hub.REPOSITORIES['fa2'].name}={folder}")
     with pytest.raises(NotImplementedError, match="its dk is off"):
         results("fa2", layout, leaves)
+
+
+@pytest.mark.parametrize("change", [None, OF_THE_OFFSET])
+@pytest.mark.parametrize("cross", [False, True])
+def test_batch_invariance_is_checked(local_kernels, change, cross):  # noqa: F811
+    """Results that depend on the offset are within the tolerance, and other bits."""
+    local_kernels("fa3", *[change] * (change is not None))
+    layout = layout_of()
+    leaves = tensors(layout, sinks=True)
+    options = {"batch_invariant": True, "return_lse": False}
+    options |= {"layout_k": layout_of(5, 1, 9)} if cross else {}
+    results("fa3", layout, leaves, **options | {"batch_invariant": False})
+    if change is None:
+        results("fa3", layout, leaves, **options)
+        return
+    with pytest.raises(NotImplementedError, match="is not batch invariant: in another row it dif"):
+        results("fa3", layout, leaves, **options)
 
 
 @pytest.mark.parametrize(
@@ -144,12 +193,14 @@ def test_why_not_asks_the_module(local_kernels, name, change, call, lacking):  #
 
 @pytest.fixture
 def online(monkeypatch):
-    """HF_HUB_OFFLINE is not set, and any connection fails the test."""
+    """HF_HUB_OFFLINE is not set, and any connection or download fails the test."""
     from huggingface_hub import constants
 
-    def connect(*_):
+    def connect(*_, **__):
         raise AssertionError("the network was asked")
 
+    kernels = pytest.importorskip("kernels")
+    monkeypatch.setattr(kernels, "install_kernel", connect)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr(socket, "getaddrinfo", connect)

@@ -195,7 +195,7 @@ def test_a_kind_is_asked_about_with_its_window(monkeypatch):
     def refusal(backend, call):
         windows.append((backend, call.spec.causal, call.spec.left))
 
-    monkeypatch.setattr(backend_choice, "refusal", refusal)
+    monkeypatch.setattr(backend_choice, "named_refusal", refusal)
     fv.patch_model(new_model("qwen3_windows"), MIXED)
     assert windows == [("sdpa", True, -1), ("reference", True, 8)]
 

@@ -22,6 +22,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 DOCTOR = "flexvarlen doctor --install"
+SWITCH = "USE_HUB_KERNELS"
+"""transformers' variable, with which it takes kernels of the Hub, or none."""
 
 
 class Repository(NamedTuple):
@@ -62,7 +64,7 @@ REPOSITORIES = {
 }
 """By backend. On ROCm transformers loads aiter-flash-attn, whose functions give no LSE."""
 
-BACKENDS = {
+BACKEND_OF = {
     name: backend
     for backend, repository in REPOSITORIES.items()
     for name in (repository.name, *repository.other_names)
@@ -114,6 +116,8 @@ def on_disk(backend: str) -> HubKernel | NotLoaded:
             found = _imported(repository, folder, remedy)
             if isinstance(found, NotLoaded):
                 return _not_downloaded.get(backend, found)
+            if local:  # whose files may change while its id does not
+                found = found._replace(origin=f"{found.origin} of LOCAL_KERNELS, {_date(folder)}")
             _loaded[backend] = found
         return _loaded[backend]
 
@@ -162,6 +166,12 @@ def _imported(repository: Repository, folder: Path, remedy: str) -> HubKernel | 
     return HubKernel(module, f"{repository} ({module.__name__})")
 
 
+def _date(folder: Path) -> int:
+    """When the newest file was changed, apart from what Python compiles, in ns."""
+    files = (x for x in folder.rglob("*") if x.is_file() and x.suffix != ".pyc")
+    return max((file.stat().st_mtime_ns for file in files), default=0)
+
+
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
 
@@ -193,6 +203,8 @@ def _requirement() -> Requirement:
 
 def problem_of_kernels(backend: str) -> NotLoaded | None:
     """Why the package `kernels` cannot be used, or None."""
+    if os.environ.get(SWITCH, "yes").lower() not in ("1", "on", "yes", "true"):
+        return NotLoaded(f"{SWITCH} turns kernels of the Hub off", f"unset {SWITCH}")
     remedy = f"pip install '{requirement(backend)}' (or run: {DOCTOR})"
     try:
         installed = None if find_spec("kernels") is None else version("kernels")
