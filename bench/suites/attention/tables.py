@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flexvarlen.report.records import Record, by_machine, commits_of, in_short, latest_run, ran_on
@@ -45,12 +45,11 @@ class Measured:
 
 
 def measured(records: Sequence[Record]) -> list[Measured]:
-    """The cases and passes of one machine, each from its latest run: times of two runs are not
-    compared."""
+    """The cases and passes of one machine, each from its latest run, as runs are not compared."""
     groups: dict[str, list[Record]] = {}
     for record in records:
-        case = {name: x for name, x in record.case.items() if name != "variant"}
-        groups.setdefault(json.dumps(case, sort_keys=True), []).append(record)
+        key = json.dumps({**record.case, "variant": ""}, sort_keys=True)
+        groups.setdefault(key, []).append(record)
     found = []
     for own in groups.values():
         kept = latest_run(own)
@@ -94,9 +93,8 @@ def times_table(
     variants = dict.fromkeys(name for line in lines for name in line.records if kept(name))
     shown = [Column(f"`{name}`", _cell(name, tuple(variants), notes)) for name in variants]
     table = Table.of(lines, [*columns, *shown], title)
-    marked = any(HOST_BOUND in cell for line in table.lines for cell in line)
-    below = (*([HOST_BOUND_NOTE] if marked else []), *notes)
-    return Table(table.title, table.header, table.lines, notes=below)
+    below = [HOST_BOUND_NOTE] * any(HOST_BOUND in cell for line in table.lines for cell in line)
+    return replace(table, notes=(*below, *notes))
 
 
 def _cell(name: str, variants: Sequence[str], notes: Notes) -> Callable[[Measured], str]:
@@ -109,7 +107,8 @@ def _cell(name: str, variants: Sequence[str], notes: Notes) -> Callable[[Measure
             if not record.reason:
                 return ""
             why = "out of memory" if record.status == "oom" else in_short(record.reason)
-            return f"{_word(record)} {notes.mark(why)}"
+            word = NOTHING if record.status == "unsupported" else record.status
+            return f"{word} {notes.mark(why)}"
         text = three_digits(found)
         if line.host_bound(name):
             return text + HOST_BOUND
@@ -117,10 +116,6 @@ def _cell(name: str, variants: Sequence[str], notes: Notes) -> Callable[[Measure
         return f"**{text}**" if found == best(others, min) else text
 
     return cell
-
-
-def _word(record: Record) -> str:
-    return "–" if record.status == "unsupported" else record.status
 
 
 def where(records: Sequence[Record]) -> str:
