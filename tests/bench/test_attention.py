@@ -19,7 +19,7 @@ from flexvarlen.bench.suites.attention.kernels import Kernels
 from flexvarlen.bench.suites.attention.packed import ours, sdpa_of_one
 from flexvarlen.bench.suites.attention.padded import Padding, sdpa
 from flexvarlen.bench.suites.attention.padding import PaddingCase
-from flexvarlen.bench.suites.attention.tables import Measured, measured, times_table
+from flexvarlen.bench.suites.attention.tables import measured, times_table
 from flexvarlen.bench.suites.attention.varlen_study import PACKINGS, StudyCase
 from flexvarlen.reference.attention import Results, attend_alone
 from flexvarlen.report.records import Record, read_records
@@ -315,7 +315,7 @@ def test_times_of_two_runs_are_not_compared():
 
 def test_the_best_is_bold_and_never_one_that_waited_for_the_host():
     found = measured([record("a", "1", 1.0, bound=True), record("b", "1", 2.0)])
-    table = times_table(found, [], "", value=Measured.ms)
+    table = times_table(found, [], "")
     assert table.lines == (("1.00†", "**2.00**"),)
     assert "waited for the host" in table.notes[0]
 

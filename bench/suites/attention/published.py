@@ -1,10 +1,8 @@
 """Suite "published": three published results, measured again and set beside the published figures.
 
-- "overhead": what varlen costs over fixed lengths, and a deterministic backward over another one.
-  Dao-AILab/flash-attention#2150 has it of FA4 on a B200, in this shape.
-- "memory": time and peak memory of attention that holds all scores, and of kernels that do not;
-  alone, and in Llama. NousResearch/hermes-agent (flash-attention skill) has the forward's times of
-  this shape on an H100, FA3's in FP16, under a mask that it does not name.
+- "overhead": of varlen, and of determinism; Dao-AILab/flash-attention#2150 has FA4's on a B200.
+- "memory": time and peak memory, alone and in Llama. NousResearch/hermes-agent (flash-attention
+  skill) has the forward's times of this shape on an H100, FA3's in FP16, of a mask not named.
 - "sdpa": the kernels behind SDPA, each forced, beside FA2. No source was found of these figures.
 
 All documents of a case are equally long. "fixed:", "sdpa:" and "standard" take them as a batch, the
@@ -13,7 +11,7 @@ others as one packed row; "raw:" is a kernel's own varlen function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -26,24 +24,18 @@ from flexvarlen.bench.suites.attention.inputs import Inputs, Prepare, Prepared, 
 from flexvarlen.bench.suites.attention.packed import ON_CPU, PACKAGES, RAW, ours
 from flexvarlen.bench.suites.attention.padded import fixed, forced, sdpa, standard
 from flexvarlen.bench.suites.attention.padding import PaddingCase
-from flexvarlen.bench.suites.attention.tables import (
-    MASK,
-    PASS,
-    Measured,
-    measured,
-    times_table,
-    where,
-)
+from flexvarlen.bench.suites.attention.tables import MASK, Measured, measured, ratios, stated, where
 from flexvarlen.bench.suites.model.cases import ModelCase, split_variant
 from flexvarlen.bench.suites.model.tables import is_ok, value
 from flexvarlen.bench.suites.model.whole_model import Training
 from flexvarlen.measure.memory import memory_growth_mib
-from flexvarlen.report.records import Record, by_machine
+from flexvarlen.report.records import Record, by_machine, commits_of, grouped_by, ran_on
 from flexvarlen.report.table import NOTHING, Column, Table, number, share, three_digits
 from flexvarlen.runner.suite import Findings, Options, Suite, choose
 from flexvarlen.verify.experiment.measure import CheckedVariant, first_run, measure_variants
 from flexvarlen.verify.experiment.variant import make_variant
 
+Lines = Sequence[Measured]
 SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 ORDERED = "@deterministic"
 TIMED = (("forward", ""), ("backward", ""), ("backward", ORDERED))
@@ -55,13 +47,11 @@ FA4_ON_B200 = {
 KERNELS = {x: (f"fixed:{x}", f"raw:{x}") for x in PACKAGES}
 KERNELS["torch"] = ("sdpa:flash", "raw:varlen")  # of fixed lengths, and varlen
 DEFAULT, FA2, FA3 = "sdpa:default", "fixed:fa2", "fixed:fa3"
-FORCED = {
-    "sdpa:flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa:efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa:cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa:math": SDPBackend.MATH,
-}
+OF_SDPA = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
+FORCED = {f"sdpa:{x.partition('_')[0].lower()}": getattr(SDPBackend, x) for x in OF_SDPA}
 PACKED = ("flex", "varlen", "fa2", "fa3")
+OFF_PAGE = {"mask", "full", "heads", "32", "largest difference", "error against fp64", "outcome"}
+OFF_PAGE |= {"1,024", "2,048", "4,096", "8,192", *(f"`{x}`" for x in PACKED[1:])}
 THEIRS = ("eager", "flash_attention_2", "flash_attention_3")
 
 
@@ -184,20 +174,17 @@ class Published(Suite[Any]):
         return list(case.measure(variants, options))
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        shown = [r for r in records if r.case["part"] != "sdpa" or r.case["num_heads"] == 16]
-        return self.tables(shown)
+        """Under a causal mask, without what stands in `OFF_PAGE`."""
+        for table in self.tables(records, lambda x: ran_on(x[0].environment, ()) + commits_of(x)):
+            lines = tuple(line for line in table.lines if OFF_PAGE.isdisjoint(line))
+            shown = replace(table, title=f"Causal: {table.title}", lines=lines)
+            yield shown.only(*(x for x in table.header if x not in OFF_PAGE), notes=table.notes)
 
-    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
+    def tables(self, records: Sequence[Record], place: Any = where) -> Iterable[Table]:
         for own in by_machine(records):
-            for part, tables in zip(self.page_parts, TABLES, strict=True):
-                of_part = [x for x in measured(own) if x.case["part"] == part]
-                yield from tables(of_part, where(own)) if of_part else ()
-
-
-def _range(pairs: Iterable[Sequence[float | None]], form: str = "+.1%") -> str:
-    """The second over the first, least and most; with a sign, by how much it exceeds the first."""
-    known = sorted(b / a - form.startswith("+") for a, b in pairs if a and b is not None)
-    return " to ".join(dict.fromkeys(f"{x:{form}}" for x in known[:1] + known[-1:])) or NOTHING
+            for part, table in zip(self.page_parts, TABLES, strict=True):
+                if of_part := [x for x in measured(own) if x.case["part"] == part]:
+                    yield table(of_part, place(own))
 
 
 def _shape(case: Mapping[str, Any]) -> str:
@@ -205,96 +192,109 @@ def _shape(case: Mapping[str, Any]) -> str:
     return f"{case['batch']} documents of equal length, {of_head}, {case['dtype']}"
 
 
-def _overhead(lines: Sequence[Measured], ran_on: str) -> Iterator[Table]:
+def _overhead(lines: Lines, machine: str) -> Table:
     case = lines[0].case
     work = 4 * case["batch"] * case["max_length"] ** 2 * case["embedding"] / 1e9
     at = {(x.case["causal"], x.pass_): x for x in lines}
-    rows = [
-        (causal, f"`{name}`", [[at[causal, x].ms(y + form) for y in pair] for x, form in TIMED])
-        for causal in (False, True)
+    ours = [
+        (causal, name, [[at[causal, x].ms(y + form) for y in pair] for x, form in TIMED])
+        for causal in FA4_ON_B200
         if (causal, "backward") in at
         for name, pair in KERNELS.items()
     ]
-    theirs = [(causal, "FA4 on a B200, published", ms) for causal, ms in FA4_ON_B200.items()]
+    theirs = [(causal, "FA4, B200, published", ms) for causal, ms in FA4_ON_B200.items()]
 
-    def times(index: int, row: tuple[bool, str, Any]) -> str:
-        done = work * (2.5 if index else 1) / (2 if row[0] else 1)
-        both = " → ".join(f"{ms:.2f} ({done / ms:,.0f})" for ms in row[2][index] if ms)
-        return f"{both}, {_range([row[2][index]])}" if all(row[2][index]) else NOTHING
+    def rates(index: int, row: tuple[bool, str, Any]) -> str:
+        done, pair = work * (2.5 if index else 1) / (2 if row[0] else 1), row[2][index]
+        found = "/".join(f"{done / ms:,.0f}" for ms in pair if ms)
+        return f"{found}, {ratios([pair])}" if found else NOTHING
 
-    groups = [[ms for *_, ms in group] for group in (rows, theirs)]
-    varlen = [_range(pair for ms in group for pair in ms) for group in groups]
-    ordered = [_range((ms[1][1], ms[2][1]) for ms in group) for group in groups]
-    others = {
-        y for x in lines for y, r in x.records.items() if r.measures.get("same_bits") is False
-    }
-    said = (
-        f"Varlen costs {varlen[0]} (published: {varlen[1]}), a deterministic backward of a packed "
-        f"row {ordered[0]} (published: {ordered[1]}). Other bits in a second deterministic "
-        f"backward: {', '.join(sorted(x for x in others if ORDERED in x)) or 'none'}."
+    groups = [[ms for *_, ms in group] for group in (ours, theirs)]
+    varlen = [ratios(pair for ms in group for pair in ms) for group in groups]
+    ordered = [ratios((ms[1][1], ms[2][1]) for ms in group) for group in groups]
+    of = {(y, r.measures.get("same_bits")) for x in lines for y, r in x.records.items() if "@" in y}
+    bad = sorted(x for x, y in of if y is False) or ["none" if any(y for _, y in of) else NOTHING]
+    said = stated(
+        f"Varlen costs {varlen[0]} (published: {varlen[1]}).",
+        f"A deterministic backward of a packed row costs {ordered[0]} (published: {ordered[1]}).",
+        f"Other bits in a second deterministic backward: {', '.join(bad)}.",
     )
     columns = [
         Column("mask", lambda row: "causal" if row[0] else "full"),
         Column("kernel", lambda row: row[1]),
-        *(Column("".join(x).replace("@", ", "), partial(times, i)) for i, x in enumerate(TIMED)),
+        *(Column("".join(x).replace("@", ", "), partial(rates, i)) for i, x in enumerate(TIMED)),
     ]
-    title = f"{_shape(case)}: ms (TFLOP/s) of fixed lengths → of varlen, what it costs; {ran_on}"
-    yield Table.of([*rows, *theirs], columns, title, notes=[said])
+    shown = [row for row in (*ours, *theirs) if any(map(all, row[2]))]
+    title = f"{_shape(case)}: fixed/varlen TFLOP/s, cost; {machine}"
+    return Table.of(shown, columns, title, notes=said)
 
 
-def _of(name: str) -> Callable[[Measured, str], float | None]:
-    return lambda line, x: value(line.records.get(x), name.format(line.pass_))
+def _by_size(lines: Lines, size: str, ms: str, peak: str, title: str, said: Any = ()) -> Table:
+    """A line for each size; the times of both passes, then their peaks."""
+    rows = grouped_by(lines, lambda x: (x.case.get("causal"), x.case[size]))
+    names = dict.fromkeys(name for line in lines for name in line.records)
+
+    def text(name: str, own: Lines) -> str:
+        found = [x.records[name] for x in own if name in x.records]
+        times = "/".join(three_digits(value(r, ms)) if is_ok(r) else r.status for r in found)
+        peaks = (value(r, peak.format(r.case["pass"])) for r in found)
+        return f"{times}, {'/'.join(f'{mib:,.0f}' for mib in peaks if mib)}".removesuffix(", ")
+
+    columns = [
+        Column("mask", lambda own: MASK.cell(own[0]) if "causal" in own[0].case else ""),
+        Column("tokens", lambda own: f"{own[0].case[size]:,}"),
+        *(Column(f"`{name}`", partial(text, name)) for name in names),
+    ]
+    return Table.of(rows.values(), columns, title, notes=said)
 
 
-def _memory(lines: Sequence[Measured], ran_on: str) -> Iterator[Table]:
+def _memory(lines: Lines, machine: str) -> Table:
     known = [x for x in lines if x.case["max_length"] == 8192 and x.pass_ == "forward"]
-    fa2, fa3 = (_range(((x.ms(y), x.ms("standard")) for x in known), ".1f") for y in (FA2, FA3))
-    peak = _of("{}_peak_mib")
-    more = _range(((peak(x, FA2), peak(x, "standard")) for x in known), ".0f")
-    said = (
+    fa2, fa3 = (ratios(((x.ms(y), x.ms("standard")) for x in known), ".1f") for y in (FA2, FA3))
+    mib = "forward_peak_mib"
+    peaks = [[value(x.records.get(y), mib) for y in (FA2, "standard")] for x in known]
+    said = stated(
         f"At 8,192 tokens FA2's forward is {fa2} times as fast as standard attention (published of "
-        f"an H100: 3.2), FA3's {fa3} times (5.6); standard attention takes {more} times the memory."
+        f"an H100: 3.2), FA3's {fa3} times (5.6).",
+        f"Standard attention's takes {ratios(peaks, '.0f')} times the memory of FA2's.",
     )
-    columns = [PASS, MASK, Column("tokens", lambda x: f"{x.case['max_length']:,}")]
-    times = times_table(lines, columns, f"{_shape(lines[0].case)}: ms on the device; {ran_on}")
-    yield replace(times, notes=(*times.notes, said))
-    title = "MiB by which a call raises the peak of memory; the backward's with its forward"
-    yield times_table(lines, columns, title, value=peak)
+    title = f"{_shape(lines[0].case)}: forward/backward ms, peak MiB; {machine}"
+    return _by_size(lines, "max_length", "device_ms_p50", "{}_peak_mib", title, said)
 
 
-def _llama(lines: Sequence[Measured], ran_on: str) -> Iterator[Table]:
-    columns, case = [PASS, Column("tokens", lambda x: f"{x.case['mean_doc']:,}")], lines[0].case
-    shape = f"{case['geometry']}, {case['tokens']:,} tokens in documents of equal length"
-    yield times_table(lines, columns, f"{shape}: ms; {ran_on}", value=_of("ms_p50"))
-    yield times_table(lines, columns, f"{shape}: peak MiB", value=_of("peak_mib"))
+def _llama(lines: Lines, machine: str) -> Table:
+    shape = f"{lines[0].case['geometry']}, {lines[0].case['tokens']:,} tokens in equal documents"
+    title = f"{shape}: training/inference ms, peak MiB; {machine}"
+    return _by_size(lines, "mean_doc", "ms_p50", "peak_mib", title)
 
 
-def _sdpa(lines: Sequence[Measured], ran_on: str) -> Iterator[Table]:
-    backward = {repr(x.case): x for x in lines if x.pass_ == "backward"}
-    forwards = [x for x in lines if x.pass_ == "forward"]
-    records = [(x, name, r) for x in forwards for name, r in x.records.items()]
+def _sdpa(lines: Lines, machine: str) -> Table:
+    passes = grouped_by(lines, lambda x: repr(x.case)).values()
+    records = [(own, name, r) for own in passes for name, r in own[0].records.items()]
     shares = {x: {value(r, "unequal") for _, y, r in records if y == x} for x in (FA2, *FORCED)}
     took = [name for name in FORCED if shares[name] == {0.0}]
-    equal = _range(((1, 1 - x) for x in shares[FA2] if x is not None), ".1%")
-    slower = _range((x.ms(DEFAULT), x.ms(FA2)) for x in lines)
-    said = (
-        f"The default has the bits of {', '.join(took) or 'no kernel'}. FA2's output equals it in "
-        f"{equal} of the elements (published: 96.7%), its times differ by {slower} (published: 6%)."
+    equal = ratios(((1, 1 - x) for x in shares[FA2] if x is not None), ".1%")
+    slower = ratios((x.ms(DEFAULT), x.ms(FA2)) for x in lines)
+    said = stated(
+        f"The default has the bits of {', '.join(took) or 'no kernel'}.",
+        f"FA2's output equals it in {equal} of the elements (published: 96.7%).",
+        f"FA2's times differ by {slower} (published: 6%).",
     )
     columns = [
-        Column("heads", lambda row: str(row[0].case["num_heads"])),
-        Column("mask", lambda row: MASK.cell(row[0])),
+        Column("heads", lambda row: str(row[0][0].case["num_heads"])),
+        Column("mask", lambda row: MASK.cell(row[0][0])),
         Column("attention", lambda row: f"`{row[1]}`"),
-        Column("forward ms", lambda row: three_digits(row[0].ms(row[1]))),
-        Column("backward ms", lambda row: three_digits(backward[repr(row[0].case)].ms(row[1]))),
-        Column("not the default's bits", lambda row: share(value(row[2], "unequal"))),
+        Column("forward/backward ms", lambda r: "/".join(three_digits(x.ms(r[1])) for x in r[0])),
+        Column("other bits", lambda row: share(value(row[2], "unequal"))),
         Column("largest difference", lambda row: number(value(row[2], "difference"))),
         Column("error against fp64", lambda row: number(value(row[2], "error_out"))),
         Column("outcome", lambda row: "" if is_ok(row[2]) else row[2].outcome),
     ]
     case = lines[0].case
-    title = f"{case['batch']} documents of {case['max_length']:,} tokens, {case['dtype']}; {ran_on}"
-    yield Table.of(records, columns, title, notes=[said])
+    title = (
+        f"{case['batch']} documents of {case['max_length']:,} tokens, {case['dtype']}; {machine}"
+    )
+    return Table.of(records, columns, title, notes=said)
 
 
 TABLES, SUITE = (_overhead, _memory, _llama, _sdpa), Published()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flexvarlen.report.records import Record, by_machine, commits_of, in_short, latest_run, ran_on
-from flexvarlen.report.table import Column, Notes, Table, best, three_digits
+from flexvarlen.report.table import NOTHING, Column, Notes, Table, best, three_digits
 
 HOST_BOUND = "†"
 HOST_BOUND_NOTE = f"{HOST_BOUND} the device waited for the host; never the best of a line."
@@ -45,12 +45,11 @@ class Measured:
 
 
 def measured(records: Sequence[Record]) -> list[Measured]:
-    """The cases and passes of one machine, each from its latest run: times of two runs are not
-    compared."""
+    """The cases and passes of one machine, each from its latest run, as runs are not compared."""
     groups: dict[str, list[Record]] = {}
     for record in records:
-        case = {name: x for name, x in record.case.items() if name != "variant"}
-        groups.setdefault(json.dumps(case, sort_keys=True), []).append(record)
+        key = json.dumps({**record.case, "variant": ""}, sort_keys=True)
+        groups.setdefault(key, []).append(record)
     found = []
     for own in groups.values():
         kept = latest_run(own)
@@ -88,45 +87,35 @@ def times_table(
     title: str,
     *,
     kept: Callable[[str], bool] = lambda variant: True,
-    value: Callable[[Measured, str], float | None] = Measured.ms,
 ) -> Table:
     """A column for each variant, the best of each line bold."""
     notes = Notes()
     variants = dict.fromkeys(name for line in lines for name in line.records if kept(name))
-    shown = [Column(f"`{name}`", _cell(name, tuple(variants), value, notes)) for name in variants]
+    shown = [Column(f"`{name}`", _cell(name, tuple(variants), notes)) for name in variants]
     table = Table.of(lines, [*columns, *shown], title)
-    marked = any(HOST_BOUND in cell for line in table.lines for cell in line)
-    below = (*([HOST_BOUND_NOTE] if marked else []), *notes)
-    return Table(table.title, table.header, table.lines, notes=below)
+    below = [HOST_BOUND_NOTE] * any(HOST_BOUND in cell for line in table.lines for cell in line)
+    return replace(table, notes=(*below, *notes))
 
 
-def _cell(
-    name: str,
-    variants: Sequence[str],
-    value: Callable[[Measured, str], float | None],
-    notes: Notes,
-) -> Callable[[Measured], str]:
+def _cell(name: str, variants: Sequence[str], notes: Notes) -> Callable[[Measured], str]:
     def cell(line: Measured) -> str:
         record = line.records.get(name)
         if record is None:
             return ""
-        found = value(line, name)
+        found = line.ms(name)
         if found is None:
             if not record.reason:
                 return ""
             why = "out of memory" if record.status == "oom" else in_short(record.reason)
-            return f"{_word(record)} {notes.mark(why)}"
+            word = NOTHING if record.status == "unsupported" else record.status
+            return f"{word} {notes.mark(why)}"
         text = three_digits(found)
         if line.host_bound(name):
             return text + HOST_BOUND
-        others = [value(line, x) for x in variants if not line.host_bound(x)]
+        others = [line.kernel_ms(x) for x in variants]
         return f"**{text}**" if found == best(others, min) else text
 
     return cell
-
-
-def _word(record: Record) -> str:
-    return "–" if record.status == "unsupported" else record.status
 
 
 def where(records: Sequence[Record]) -> str:
@@ -142,6 +131,18 @@ def field(title: str, name: str, show: Callable[[Any], str] = str) -> Column:
 def heads(case: Mapping[str, Any]) -> str:
     """The heads of a case without grouped queries."""
     return f"{case['num_heads']} heads of {case['head_dim']}"
+
+
+def ratios(pairs: Iterable[Sequence[float | None]], form: str = "+.1%") -> str:
+    """The second over the first, least and most; with a sign, by how much it exceeds the first."""
+    known = sorted(b / a - form.startswith("+") for a, b in pairs if a and b is not None)
+    return " to ".join(dict.fromkeys(f"{x:{form}}" for x in known[:1] + known[-1:])) or NOTHING
+
+
+def stated(*each: str) -> list[str]:
+    """One note, of the sentences whose numbers were all measured."""
+    found = " ".join(sentence for sentence in each if NOTHING not in sentence)
+    return [found] if found else []
 
 
 PASS = Column("pass", lambda line: line.pass_)
