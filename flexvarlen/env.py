@@ -15,6 +15,10 @@ DETERMINISTIC = "FLEXVARLEN_DETERMINISTIC"
 BATCH_INVARIANT = "FLEXVARLEN_BATCH_INVARIANT"
 """Default of `batch_invariant=`: 1 or 0 (default 0). Read once per process."""
 
+FLA_CONFIGS = "FLEXVARLEN_FLA_CONFIGS"
+"""Whether fla's kernels run in stored configurations: by default on Hopper GPUs."""
+HUB_KERNELS = "USE_HUB_KERNELS"
+"""transformers' variable, with which it takes kernels of the Hub, or none."""
 CACHE = "FLEXVARLEN_CACHE"
 """Folder of the user's measurements and of the checks of "auto", and of FA4's compiled kernels."""
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-OPTION = "FLEXVARLEN_FLA_CONFIGS"
+from flexvarlen.env import FLA_CONFIGS
+
 FLA_VARIABLES = ("FLA_CACHE_MODE", "FLA_CONFIG_DIR")
 
 
@@ -26,9 +27,11 @@ def use_fla_configs() -> None:
     Raises:
         ValueError: the option is neither 0 nor 1.
     """
-    asked = os.environ.get(OPTION, "")
+    asked = os.environ.get(FLA_CONFIGS, "")
     if asked not in ("", "0", "1"):
-        raise ValueError(f"{OPTION} must be 0 or 1, got {asked!r}; set one of them or unset it.")
+        raise ValueError(
+            f"{FLA_CONFIGS} must be 0 or 1, got {asked!r}; set one of them or unset it."
+        )
     if asked == "0" or fla_variables_are_set() or not (asked or _on_hopper()):
         return
     if find_spec("fla") is None:

@@ -30,10 +30,10 @@ from flexvarlen.attention.auto.check_results import (
     WrongResultError,
     failure,
 )
+from flexvarlen.env import FLA_CONFIGS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_configs import (
-    OPTION,
     fla_configs_are_used,
     let_fla_time_its_own,
     whose_configs,
@@ -159,7 +159,7 @@ def _check_once(
     if why is not None and let_fla_time_its_own():
         warnings.warn(
             f"flexvarlen: fla's kernels failed a check of {scan} in flexvarlen's configurations "
-            f"({why}), so fla times its own; {OPTION}=0 does so at once.",
+            f"({why}), so fla times its own; {FLA_CONFIGS}=0 does so at once.",
             stacklevel=2,
         )
         return _check_once(scan, device)

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from flexvarlen.env import HUB_KERNELS
+
 DOCTOR = "flexvarlen doctor --install"
-SWITCH = "USE_HUB_KERNELS"
-"""transformers' variable, with which it takes kernels of the Hub, or none."""
 
 
 class Repository(NamedTuple):
@@ -203,8 +203,8 @@ def _requirement() -> Requirement:
 
 def problem_of_kernels(backend: str) -> NotLoaded | None:
     """Why the package `kernels` cannot be used, or None."""
-    if os.environ.get(SWITCH, "yes").lower() not in ("1", "on", "yes", "true"):
-        return NotLoaded(f"{SWITCH} turns kernels of the Hub off", f"unset {SWITCH}")
+    if os.environ.get(HUB_KERNELS, "yes").lower() not in ("1", "on", "yes", "true"):
+        return NotLoaded(f"{HUB_KERNELS} turns kernels of the Hub off", f"unset {HUB_KERNELS}")
     remedy = f"pip install '{requirement(backend)}' (or run: {DOCTOR})"
     try:
         installed = None if find_spec("kernels") is None else version("kernels")
