@@ -52,10 +52,19 @@ def _flag_in_graph(variable: str) -> bool:
 
 @cache
 def _flag(variable: str) -> bool:
+    return flag_of(variable) == "1"
+
+
+def flag_of(variable: str) -> str:
+    """The value of an environment variable that is 0, 1 or unset ("").
+
+    Raises:
+        ValueError: it is something else.
+    """
     value = os.environ.get(variable, "")
     if value not in ("", "0", "1"):
         raise ValueError(f"{variable} must be 0 or 1, got {value!r}; set one of them or unset it.")
-    return value == "1"
+    return value
 
 
 def cache_folder() -> Path:
