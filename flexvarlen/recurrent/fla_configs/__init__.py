@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flexvarlen.env import FLA_CONFIGS
+from flexvarlen.env import FLA_CONFIGS, flag_of
 
 FLA_VARIABLES = ("FLA_CACHE_MODE", "FLA_CONFIG_DIR")
 
@@ -27,11 +27,7 @@ def use_fla_configs() -> None:
     Raises:
         ValueError: the option is neither 0 nor 1.
     """
-    asked = os.environ.get(FLA_CONFIGS, "")
-    if asked not in ("", "0", "1"):
-        raise ValueError(
-            f"{FLA_CONFIGS} must be 0 or 1, got {asked!r}; set one of them or unset it."
-        )
+    asked = flag_of(FLA_CONFIGS)
     if asked == "0" or fla_variables_are_set() or not (asked or _on_hopper()):
         return
     if find_spec("fla") is None:
