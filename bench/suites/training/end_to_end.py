@@ -63,7 +63,7 @@ PADDED = (
     "padded:transformers:flash_attention_2",
     "padded-sorted:transformers:flash_attention_2",
 )
-WITH_LORA = (PACKED[0], *PACKED[2:4], *PADDED[2:])
+WITH_LORA = (PACKED[0], *PACKED[2:4])
 ON_CPU = (*PACKED[:2], *PADDED[:2])
 KNOWN = (
     *PACKED,
