@@ -212,7 +212,7 @@ def test_auto_takes_what_is_on_disk_and_asks_no_network(local_kernels, online, m
     layout = layout_of()
     leaves = tensors(layout)
     assert fv.explain(layout, dtype=torch.float32, **HEADS).chosen == "sdpa"
-    assert "is not on disk: run: flexvarlen doctor --install" in fv.why_not("fa3", **HEADS)
+    assert "is not on disk; run: flexvarlen doctor --install" in fv.why_not("fa3", **HEADS)
     results("auto", layout, leaves)
     assert hub.origin("fa3") is None
     local_kernels("fa3")

@@ -73,8 +73,8 @@ class FlashAttentionBackend(CuSeqlensBackend):
             kernel = self.from_hub(device)
             if isinstance(kernel, hub.NotLoaded):
                 return (
-                    f"{self.name} needs {self.package}, or of the Hub "
-                    f"{hub.REPOSITORIES[self.name].name}; {problem}, and {kernel.reason}: "
+                    f"{self.name} needs {self.package}, or the Hub's "
+                    f"{hub.REPOSITORIES[self.name].name}: {problem}, and {kernel.reason}; "
                     f"{kernel.remedy}, or {self.install}"
                 )
             holder, origin = kernel
