@@ -52,11 +52,11 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from flexvarlen.recurrent.fla_configs import use_fla_configs  # noqa: E402
+from flexvarlen.recurrent.fla_configs import use_fla_configs_once_imported  # noqa: E402
 from tests.pairwise import sampled  # noqa: E402
 
 torch.set_num_threads(_threads)
-use_fla_configs()
+use_fla_configs_once_imported()
 
 # The first example of a test may import or compile: a deadline would fail on that alone. The blob
 # finds an example again in another checkout, which has not kept it.

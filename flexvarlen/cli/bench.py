@@ -50,14 +50,14 @@ def list_() -> None:
 
 def _run(names: Sequence[str], options: Options, asked: RunRequest, list_cases: bool) -> None:
     """Measure suites one after another; what is measured is kept whatever comes later."""
-    from flexvarlen.recurrent.fla_configs import use_fla_configs
+    from flexvarlen.recurrent.fla_configs import use_fla_configs_once_imported
     from flexvarlen.report.records import require_file
     from flexvarlen.runner.run import chosen_cases
     from flexvarlen.runner.suite import DeviceLost
     from flexvarlen.verify.corpus import read_documents
     from flexvarlen.verify.experiment.variant import is_ours
 
-    use_fla_configs()
+    use_fla_configs_once_imported()
     read_documents(options.text or [])
     found = chosen_cases([suite_of(name) for name in names], options, asked.cases)
     if list_cases:

@@ -20,9 +20,8 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.machine import environment
 from flexvarlen.recurrent import fla_kernels
 from flexvarlen.recurrent.fla_configs import (
-    fla_configs_are_used,
+    fla_configs_are_wanted,
     fla_variables_are_set,
-    use_fla_configs,
 )
 from flexvarlen.recurrent.fla_kernels.check import noted
 
@@ -133,8 +132,7 @@ def fla_configs() -> str | None:
     """Where fla's kernels get their configurations; None where it is not installed."""
     if _version("fla-core") is None:
         return None
-    use_fla_configs()
-    if fla_configs_are_used():
+    if fla_configs_are_wanted():
         return "fla's kernels run with the configurations found on an H200."
     if fla_variables_are_set():
         return "fla's own environment variables choose the configurations of its kernels."

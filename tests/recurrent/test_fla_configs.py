@@ -45,7 +45,6 @@ def fla(monkeypatch):
     sys.modules["fla.ops.utils"].cache = cache
     monkeypatch.setitem(sys.modules, cache.__name__, cache)
     monkeypatch.setitem(sys.modules, ops.__name__, ops)
-    monkeypatch.setattr(fla_configs, "find_spec", lambda _: "found")
     monkeypatch.setattr(fla_configs, "_on_hopper", lambda: True)
     for name in (OPTION, "FLA_CACHE_MODE", "FLA_CONFIG_DIR"):
         monkeypatch.delenv(name, raising=False)
@@ -82,6 +81,18 @@ def test_who_gets_them(fla, monkeypatch, on_hopper, variables, used):
     assert fla_configs.fla_configs_are_used() is used
 
 
+def test_fla_is_not_imported_for_them(fla, monkeypatch):
+    """`flexvarlen bench` and the tests wait until something else imports it."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delitem(sys.modules, fla.__name__)
+    fla_configs.use_fla_configs_once_imported()
+    assert fla.__name__ not in sys.modules
+    assert fla.FLA_CACHE_MODE is Mode.DISABLED
+    monkeypatch.setitem(sys.modules, fla.__name__, fla)
+    fla_configs.use_fla_configs_once_imported()
+    assert fla_configs.fla_configs_are_used()
+
+
 def test_another_value_is_refused(fla, monkeypatch):
     monkeypatch.setenv(OPTION, "yes")
     with pytest.raises(ValueError, match="must be 0 or 1, got 'yes'"):
@@ -107,8 +118,8 @@ def test_doctor_says_who_chooses(fla, monkeypatch):
     assert machine.fla_configs() is None
     monkeypatch.setattr(machine, "_version", lambda package: "0.6.0")
     assert "found on an H200" in machine.fla_configs()
+    assert fla.FLA_CACHE_MODE is Mode.DISABLED  # asking changes nothing
     monkeypatch.setenv(OPTION, "0")
-    fla.get_fla_config_dir = lambda: "fla's own"
     assert f"{OPTION}=1" in machine.fla_configs()
 
 

@@ -7,30 +7,49 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from flexvarlen.env import FLA_CONFIGS, flag_of
+from flexvarlen.import_hook import after_import
 
 FLA_VARIABLES = ("FLA_CACHE_MODE", "FLA_CONFIG_DIR")
 
 
-def use_fla_configs() -> None:
-    """Let fla take the configurations of this folder, from now on: on Hopper GPUs by default.
+def fla_configs_are_wanted() -> bool:
+    """Whether fla is to take the configurations of this folder: on Hopper GPUs by default.
 
     With FLEXVARLEN_FLA_CONFIGS=1 on other GPUs too; not with 0, nor where fla's own variables say
-    what it takes, nor where it is not installed.
+    what it takes.
 
     Raises:
         ValueError: the option is neither 0 nor 1.
     """
     asked = flag_of(FLA_CONFIGS)
-    if asked == "0" or fla_variables_are_set() or not (asked or _on_hopper()):
-        return
-    if find_spec("fla") is None:
+    if asked == "0" or fla_variables_are_set():
+        return False
+    return asked == "1" or _on_hopper()
+
+
+def use_fla_configs_once_imported() -> None:
+    """Call `use_fla_configs` as soon as something imports fla."""
+    after_import("fla.ops.utils.cache", _use)
+
+
+def _use(_: ModuleType) -> None:
+    use_fla_configs()
+
+
+def use_fla_configs() -> None:
+    """Let fla take the configurations of this folder from now on, if they are wanted. Imports it.
+
+    Raises:
+        ValueError: the option is neither 0 nor 1.
+    """
+    if not fla_configs_are_wanted():
         return
     from fla.ops.utils import cache
 
