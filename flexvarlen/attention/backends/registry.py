@@ -93,12 +93,12 @@ def refusal(name: str, call: AttentionCall) -> str | None:
 
 def named_refusal(name: str, call: AttentionCall) -> str | None:
     """As `refusal`, of a backend that the user named: its kernel may be loaded from the Hub."""
-    reason = refusal(name, call)
-    if reason is None or name not in _PACKAGED or machines.refusal(name, call) is not None:
+    reason = machines.refusal(name, call)
+    if reason is not None:
         return reason
-    if _PACKAGED[name].why_missing(call.device) is not None:
+    if name in _PACKAGED and _PACKAGED[name].why_missing(call.device) is not None:
         hub.download(name)
-    return refusal(name, call)
+    return get_backend(name).why_not(call)
 
 
 def must_be_checked(name: str, device: torch.device) -> bool:

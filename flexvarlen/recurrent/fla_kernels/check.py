@@ -146,7 +146,7 @@ def _check_once(
     if why_nothing_runs(device) is not None:
         return None
     try:
-        # Before the threads start: while one of them compiles, all are told that they do.
+        # Before the threads start: while one compiles, `is_compiling` is true in all of them.
         lengths = (TUNED, LENGTHS)
         rows = in_own_thread(device, lambda: [_documents(scan, x, device) for x in lengths])
         works: list[Callable[[], Any]] = [
