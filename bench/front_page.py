@@ -118,17 +118,21 @@ GAINS = (
         ),
     ),
     Gain(
-        "a dense model, packed by TRL or Trainer, FlashAttention-2, eager or compiled",
+        "a dense model, packed by TRL or Trainer, FlashAttention-2: eager, compiled, LoRA",
         "`patch_model`; your documents are isolated already",
         (
             _trainer("compiled", "Trainer, packed FA2, compiled", _FA2),
             _trainer("eager", "Trainer, packed FA2", _FA2),
+            _trainer("lora", "Trainer, packed FA2, LoRA", _FA2),
         ),
     ),
     Gain(
-        "the same with FlashAttention-3, eager",
+        "the same with FlashAttention-3: eager, LoRA",
         "no gain: stay as you are",
-        (_trainer("eager", "Trainer, packed FA3", _FA3),),
+        (
+            _trainer("eager", "Trainer, packed FA3", _FA3),
+            _trainer("lora", "Trainer, packed FA3, LoRA", _FA3),
+        ),
     ),
     Gain(
         "the same with FlashAttention-3, compiled, which breaks the graph in transformers",
