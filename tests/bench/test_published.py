@@ -235,7 +235,8 @@ def test_the_default_of_sdpa_is_held_against_fa2():
     (table,) = SUITE.tables(timed("sdpa", times, unequal=unequal) + backwards)
     assert table.notes[0] == (
         "The default has the bits of `sdpa:cudnn`. FA2's output equals it in 75.0% of the elements "
-        "(published: 96.7%). FA2's times differ by -5.7% (published: 6%), from `sdpa:flash`'s by +0.0%."
+        "(published: 96.7%). FA2's times differ by -5.7% (published: 6%), from `sdpa:flash`'s "
+        "by +0.0%."
     )
 
 
