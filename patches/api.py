@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.arguments import checked_sizes
 from flexvarlen.patches.attention.backend_choice import check_machine, checked_choice, names_in
+from flexvarlen.patches.forward.choices import CHOICES_STEPS
 from flexvarlen.patches.forward.guards import guard_trainer_and_peft
 from flexvarlen.patches.forward.heads import (
     HEAD,
@@ -28,6 +30,7 @@ from flexvarlen.patches.forward.heads import (
 from flexvarlen.patches.forward.padding import check_unpad
 from flexvarlen.patches.forward.recurrent_layers import patch_recurrent, unpatch_recurrent
 from flexvarlen.patches.forward.sequence_parallel import check_group
+from flexvarlen.patches.forward.stages import choose_stages
 from flexvarlen.patches.forward.steps import STEPS
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
@@ -189,6 +192,7 @@ def _patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) -> Pat
     return Patch(
         **settings.arguments() | {"backend": backend},
         parts=parts,
+        stages=choose_stages(parts, settings),
         kinds=parts.kinds,
         named=named,
         backends=(named,),
@@ -201,10 +205,13 @@ def _apply(inner: PreTrainedModel, patch: Patch) -> None:
     parts = patch.parts
     base, text, vision = parts.base(inner), parts.text_tower(inner), parts.vision_tower(inner)
     set_implementation(inner, patch.named)
-    for module in wrapped_modules(inner, parts):
-        wrap_forward(module, STEPS)
-        setattr(module, ATTRIBUTE, patch if module is inner else patch.of_base())
+    wrap_forward(inner, CHOICES_STEPS if parts.head.has_choices else STEPS)
+    setattr(inner, ATTRIBUTE, patch)
     if base is not inner:
+        of_base = parts.of_base()
+        stages = choose_stages(of_base, patch, below=parts.head)
+        wrap_forward(base, STEPS)
+        setattr(base, ATTRIBUTE, replace(patch, parts=of_base, stages=stages))
         base.__dict__[HEAD] = HeadReference(inner)
     for layer in attention_layers(inner):
         layer.__dict__[LAYER_MARK] = True

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from flexvarlen.patches.models.heads import kind_of_head
+from flexvarlen.patches.models.heads import NO_HEAD, Head, kind_of_head
 from flexvarlen.patches.models.layers import (
     VISION,
     LayerKind,
@@ -38,7 +38,9 @@ class ModelParts:
             "" if the model is one.
         text_name: the base model's attribute that holds its text tower; "" if it is one.
         vision_name: the base model's attribute that holds a tower of packed images; "" without.
-        head: as `kind_of_head` returns it; "" for a base model, None for an unknown kind.
+        head: its kind; `NO_HEAD` of a base model.
+        has_pooler: whether the base model pools.
+        reads_first_token: whether a head reads the first token of a row, as most encoders' do.
         kinds, vision_kinds: the distinct kinds of attention layers in the two towers, in order.
         recurrent_classes: of the recurrent layers, in order.
         uses_hub_kernels: whether the model was loaded with `use_kernels=True`.
@@ -61,7 +63,9 @@ class ModelParts:
     base_name: str
     text_name: str
     vision_name: str
-    head: str | None
+    head: Head
+    has_pooler: bool
+    reads_first_token: bool
     kinds: tuple[LayerKind, ...]
     vision_kinds: tuple[LayerKind, ...]
     recurrent_classes: tuple[type[nn.Module], ...]
@@ -93,7 +97,9 @@ class ModelParts:
             base_name=_name_of(base, model),
             text_name=_name_of(text, base),
             vision_name="" if vision is None else "visual",
-            head="",
+            head=NO_HEAD,
+            has_pooler=base._modules.get("pooler") is not None,
+            reads_first_token=False,
             kinds=kinds_in(text, config),
             vision_kinds=() if vision is None else _vision_kinds(vision),
             recurrent_classes=tuple(map(type, recurrent_layers(text))),
@@ -111,7 +117,12 @@ class ModelParts:
         )
         if base is model:
             return parts
-        return replace(parts, head=kind_of_head(type(model), causal=parts.causal))
+        reads_first = getattr(model.config, "classifier_pooling", "cls") == "cls"  # not the mean
+        return replace(
+            parts,
+            head=kind_of_head(type(model), causal=parts.causal),
+            reads_first_token=reads_first and not parts.causal,
+        )
 
     @property
     def recurrent(self) -> bool:
@@ -132,7 +143,7 @@ class ModelParts:
 
     def of_base(self) -> ModelParts:
         """The parts of the base model by itself."""
-        return replace(self, base_name="", head="")
+        return replace(self, base_name="", head=NO_HEAD)
 
     def base(self, model: nn.Module) -> nn.Module:
         """The base model of the model that these are the parts of, or of a copy of it."""

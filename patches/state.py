@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -81,12 +81,43 @@ class Settings:
         return {field.name: getattr(self, field.name) for field in fields(Settings)}
 
 
+class Stages(NamedTuple):
+    """What a module's forward calls of the capabilities that its model has; most have few.
+
+    `forward/stages.py` chooses them when a model is patched, and `forward/steps.py` calls them.
+
+    Attributes:
+        arguments: (module, arguments) -> None, before the arguments are read.
+        batch: (given) -> given, or the arguments of a head whose base model makes the packed row.
+        documents: (given, layout, several) -> None: refuse what these documents do not go with.
+        positions: (given, layout, several) -> position_ids, or None.
+        targets: (given, layout, several) -> `Targets`.
+        pooled_tokens: (given, layout, several) -> those that a pooler reads; None without one.
+        recurrent: (module, patch, layout) -> `RecurrentDocuments`; None without such layers.
+        keywords: by which the layers get the documents.
+        head: (given, row, packed, arguments) -> None: change the arguments of a head.
+        outputs: (module, row, outputs) -> None: change the outputs of a base model.
+    """
+
+    arguments: tuple[Callable[..., None], ...]
+    batch: tuple[Callable[..., Any], ...]
+    documents: tuple[Callable[..., None], ...]
+    positions: Callable[..., Any]
+    targets: Callable[..., Any]
+    pooled_tokens: Callable[..., Any] | None
+    recurrent: Callable[..., Any] | None
+    keywords: tuple[str, ...]
+    head: tuple[Callable[..., None], ...]
+    outputs: tuple[Callable[..., None], ...]
+
+
 @dataclass(frozen=True)
 class Patch(Settings):
     """The settings of a patched model, and what is needed to restore it.
 
     Attributes:
         parts: of the module that this is the patch of: the model, its base model or its tower.
+        stages: of its forward.
         kinds: of its attention layers.
         named: the backend whose attn_implementation it set.
         backends: those that its config may name: of all patched models that share the config.
@@ -94,14 +125,11 @@ class Patch(Settings):
     """
 
     parts: ModelParts
+    stages: Stages
     kinds: tuple[LayerKind, ...]
     named: str
     backends: tuple[str, ...]
     implementation_before: str | dict[str, str]
-
-    def of_base(self) -> Patch:
-        """The patch of the base model."""
-        return replace(self, parts=self.parts.of_base())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         return self  # immutable, and a process group cannot be copied

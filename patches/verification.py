@@ -23,7 +23,6 @@ from flexvarlen.patches.isolation.report import IsolationError
 from flexvarlen.patches.isolation.tokens import special_tokens
 from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.patches.models.families import is_verified
-from flexvarlen.patches.models.heads import PER_DOCUMENT, PER_ROW
 from flexvarlen.patches.models.layers import attention_layers, text_config_of
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import LostDocuments, Patch
@@ -67,7 +66,7 @@ class Verification:
         self.inner = inner
         # Heads with one output per document or row have none per token: their base is checked.
         parts = patch.parts
-        self.model = parts.base(inner) if parts.head in (*PER_DOCUMENT, *PER_ROW) else inner
+        self.model = parts.base(inner) if parts.head.pools else inner
         self.is_verified_type = is_verified(parts.model_class, parts.model_config.model_type)
         self.is_sharded = patch.sequence_parallel_group is not None
         self.key = _key(inner, patch)

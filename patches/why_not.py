@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flexvarlen.patches.models.families import is_verified, why_not_by_type
-from flexvarlen.patches.models.heads import heads_of
+from flexvarlen.patches.models.heads import UNKNOWN_HEAD, heads_of
 from flexvarlen.patches.models.rope import why_not_dynamic
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import Settings
@@ -183,10 +183,11 @@ def encoder_as_decoder(parts: ModelParts, settings: Settings) -> str | None:
 
 def unknown_head(parts: ModelParts, settings: Settings) -> str | None:
     """A head whose labels are not known to be of tokens, documents or rows."""
-    if parts.head is not None:
+    if parts.head != UNKNOWN_HEAD:
         return None
+    known = ", ".join(head.ending for head in heads_of(causal=parts.causal))
     return (
-        f"model must be a base model, or have a head {', '.join(heads_of(causal=parts.causal))} or "
+        f"model must be a base model, or have a head {known} or "
         f"a subclass of one, got {parts.model_class.__name__}, whose labels are not known; patch "
         "its base model, and call that alone."
     )
@@ -236,6 +237,11 @@ def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
         return None
     if getattr(parts.config, "output_router_logits", False):
         return ROUTER_LOGITS_OF_A_SHARD
+    if settings.batch_invariant:
+        return (
+            "batch_invariant must be False with a sequence_parallel_group, got True: where a "
+            "document is split over the ranks depends on its neighbours; remove one of the two."
+        )
     reason = None
     if parts.text_name:
         reason = "takes images, whose tokens cannot be sharded"

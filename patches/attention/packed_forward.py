@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -19,16 +18,14 @@ from flexvarlen.attention.call import AttentionCall, Backend, is_past_int32
 from flexvarlen.attention.choose import choose
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
-from flexvarlen.parallel.ulysses import attend_sharded
 from flexvarlen.patches.attention.backend_choice import chosen_for, refusal_of_layers
+from flexvarlen.patches.batch.row import Row
 from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.state import BackendChoice
 from flexvarlen.recurrent.documents import RecurrentDocuments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from flexvarlen.patches.batch.padded_batch import PaddedBatch
 
 
 class Unpacked(NamedTuple):
@@ -75,6 +72,13 @@ A_SHARD_ALONE = (
 )
 
 
+class Delivery:
+    """Whether a head's base model received what the head had found."""
+
+    def __init__(self) -> None:
+        self.reached_base = False
+
+
 class PackedForward:
     """The documents of one forward, and the route of each kind of layer.
 
@@ -89,22 +93,14 @@ class PackedForward:
             should round as the policy does, which it does by the same kernel.
         kinds: of the model's layers, as far as they are known.
         has_all_kinds: whether each layer must be of one of `kinds`.
-        group: the ranks over which the row is sharded; None if it is not. The layout is that of
-            this rank's pieces of documents, or, where heads are exchanged, of the whole row.
-        exchanges_heads: whether the ranks exchange heads for tokens (Ulysses).
+        group: the ranks over which the row is sharded, of which the layout is this rank's shard;
+            None if it is whole.
         has_temperature: whether layers scale queries by their position in the row.
         chunk_size: tokens of a chunk, in the layers that have chunks.
         routes: by kind; built before the first layer, or on request of a layer of another kind.
-        fills_cache: whether this forward fills a cache, from rows of one document each.
-        padded: the padded batch that this forward runs as a packed row, if there is one.
-        pooled_tokens: int64; offsets among all B·S tokens of those that the base model's pooler
-            must read. None: the first of each row, which it reads by itself.
-        padded_row_tokens: S of the caller's rows, if each may hold one document; else None.
-        packs: whether a row may hold several documents, or padding.
-        in_base: whether the base model received this object from its head.
         recurrent: the documents for recurrent layers; None if the model has none.
-        loss: logits -> the loss of a head, where documents are trees, or a shard's tokens have
-            labels of their own; None: the head's own loss.
+        row: of the whole forward; its layout alone, for layers that are not of a patched model.
+        delivery: whether the base model of a head received this, shared by copies.
     """
 
     def __init__(
@@ -121,35 +117,20 @@ class PackedForward:
         chunk_size: int | None = None,
         has_temperature: bool = False,
         recurrent: RecurrentDocuments | None = None,
+        row: Row | None = None,
     ) -> None:
         self.layout, self.backend, self.group = layout, backend, group
         self.deterministic, self.batch_invariant = deterministic, batch_invariant
-        self.exchanges_heads = group is not None and layout.shard is None
-        self.training, self.kinds = training, tuple(map(self._on_this_rank, kinds))
+        self.training, self.kinds = training, kinds
         self.has_all_kinds = has_all_kinds
         if layout.shard is not None and group is None:
             raise ValueError(A_SHARD_ALONE)
         self.chunk_size, self.has_temperature = chunk_size, has_temperature
         self.routes: dict[LayerKind, Route] = {}
-        self.fills_cache = False
-        self.padded: PaddedBatch | None = None
-        self.pooled_tokens: Tensor | None = None
-        self.padded_row_tokens: int | None = None
-        self.packs, self.in_base = True, False
-        self.recurrent = recurrent
-        self.loss: Callable[[Tensor], Tensor] | None = None
+        self.recurrent, self.delivery = recurrent, Delivery()
+        self.row = Row(layout) if row is None else row
         self._copies: dict[str, PackedForward] = {}
         self._postponed: Callable[[], None] | None = None
-
-    @property
-    def tokens_here(self) -> int:
-        """T, or under a group the tokens of a shard."""
-        size = dist.get_world_size(self.group) if self.exchanges_heads else 1
-        return self.layout.total_tokens // size
-
-    def _on_this_rank(self, kind: LayerKind) -> LayerKind:
-        """The kind with the heads that this rank attends with."""
-        return kind.per_rank(dist.get_world_size(self.group)) if self.exchanges_heads else kind
 
     def to(
         self, device: torch.device | str | int | None, *, non_blocking: bool = False
@@ -178,11 +159,6 @@ class PackedForward:
             return None
         return self.layout.real_tokens().view(batch, -1).long()
 
-    @property
-    def reached_base(self) -> bool:
-        """Whether the base model got this, or a copy on another device, from its head."""
-        return self.in_base or any(copy.reached_base for copy in self._copies.values())
-
     def prepare(self, dtype: torch.dtype, *, needs_grad: bool) -> None:
         """Build the routes of all kinds before the first layer, so that no layer builds a plan.
 
@@ -210,16 +186,14 @@ class PackedForward:
     def attend(
         self, kind: LayerKind, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """The output of a layer, `[T, H, D]`; with a group, of this rank's tokens.
+        """The output of a layer, `[T, H, D]`.
 
         Raises:
             NotImplementedError: the backend cannot serve the kind, or the tensors have tangents.
         """
-        route = self.route(self._on_this_rank(kind), q.dtype, needs_gradients(q, k, v, sinks))
+        route = self.route(kind, q.dtype, needs_gradients(q, k, v, sinks))
         if forward_ad._current_level >= 0:
             refuse_forward_mode(route.backend.name, q, k, v, sinks)
-        if self.exchanges_heads:
-            return attend_sharded(q, k, v, sinks, route.attend, self.group)
         shard = self.layout.shard
         if shard is None:
             return route.attend(q, k, v, sinks)

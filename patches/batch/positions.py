@@ -1,84 +1,96 @@
-"""The position_ids of a forward: which ones mark documents, and how missing ones are built.
+"""The position_ids that a packed row gets: as given, or counted in its documents.
+
+`position_maker` chooses a function for a model: (what was given, the documents, whether a row may
+hold several) -> position_ids, or None to let the model count from 0 in each row.
 
 Shapes: B rows of S tokens, T = B·S; N documents of at most L tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from flexvarlen.layout.arguments import whole_numbers
 from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.batch.given import Given
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
+from flexvarlen.patches.parts import ModelParts
 
 GRIDS = ("image_grid_thw", "video_grid_thw")
 """The keywords that come with images and videos."""
 
-_WITH_TEXT = 4  # rows of position_ids in vision-language models: text, time, height, width
+PositionMaker = Callable[[Given, PackedLayout, bool], Tensor | None]
 
 
-def text_positions(
-    position_ids: Tensor | None, *, has_axes: bool, documents_elsewhere: bool
-) -> Tensor | None:
-    """The positions `[B, S]` whose restarts mark documents, or None if there are none.
-
-    Rotary positions of time, height and width repeat and jump on an image, so no boundary can be
-    read from them. With 4 rows the first one is the text position.
-
-    Args:
-        position_ids: `[B, S]`; with `has_axes` also `[1, B, S]` or `[4, B, S]`, the text's first,
-            or `[3, B, S]`: time, height and width.
-        has_axes: whether the model's rotary positions have these rows.
-        documents_elsewhere: positions are not needed, as documents are given explicitly or
-            the forward is not packed.
-
-    Raises:
-        ValueError: no integers, another shape, or 3 rows without any other source of documents.
-    """
-    if position_ids is None:
-        return None
-    if not isinstance(position_ids, Tensor):
-        raise ValueError(
-            f"position_ids must be an integer tensor [B, S], got {type(position_ids).__name__}; "
-            "pass torch.tensor(position_ids)."
-        )
-    if position_ids.ndim == 2:
-        return whole_numbers("position_ids", position_ids)
-    rows = position_ids.shape[0] if has_axes and position_ids.ndim == 3 else None
-    if rows in (1, _WITH_TEXT):
-        return whole_numbers("position_ids", position_ids[0])
-    if rows != 3:
-        raise ValueError(
-            f"position_ids must have shape [B, S], got {tuple(position_ids.shape)}; pass the text "
-            "row, or in a vision-language model the text row before time, height and width."
-        )
-    if documents_elsewhere:
-        return None
-    raise ValueError(
-        "position_ids of only time, height and width need the documents too, as their "
-        "boundaries cannot be read from them, got [3, B, S]; put the text positions first, "
-        "[4, B, S], or also pass packed_layout= or cu_seq_lens_q=."
-    )
+def position_maker(parts: ModelParts) -> PositionMaker:
+    """The function that makes the position_ids of a model."""
+    if parts.vision_name:
+        return _with_images
+    if parts.has_longrope:
+        return _by_run
+    return _causal if parts.causal else _bidirectional
 
 
-def causal_positions(layout: PackedLayout, batch: int) -> Tensor:
-    """int64 `[T]`: default positions of a causal model.
+def _causal(given: Given, layout: PackedLayout, several: bool) -> Tensor | None:
+    positions: Tensor | None = given.inputs.get("position_ids")
+    if positions is None and given.padded is not None:  # padding is counted, as unpatched
+        return given.padded.offsets_in_rows()
+    if positions is None and several:
+        return default_positions(layout, given.shape)
+    return positions
+
+
+def default_positions(layout: PackedLayout, shape: tuple[int, int]) -> Tensor:
+    """int64 `[B, S]`: default positions of a causal model.
 
     If a row holds several documents, from 0 in each. If all rows hold one, from 0 in the row,
     left padding included, as in transformers, so that decoding continues. From 0 again in
     the padding after a document. No sync; traces.
     """
     in_document = layout.position_ids()
-    if layout.padding is None:  # none before a document
-        return in_document
-    tokens = torch.arange(layout.total_tokens, device=layout.device)
-    in_row = one_document_per_row(layout, batch) & layout.real_tokens()
-    return torch.where(in_row, tokens % (layout.total_tokens // batch), in_document)
+    if layout.padding is not None:
+        tokens = torch.arange(layout.total_tokens, device=layout.device)
+        in_row = one_document_per_row(layout, shape[0]) & layout.real_tokens()
+        in_document = torch.where(in_row, tokens % (layout.total_tokens // shape[0]), in_document)
+    return in_document.view(shape)
+
+
+def _bidirectional(given: Given, layout: PackedLayout, several: bool) -> Tensor | None:
+    """Of an encoder, whose tables may begin at another position than 0, for padding (RoBERTa)."""
+    first: int = given.parts.first_position
+    positions: Tensor | None = given.inputs.get("position_ids")
+    if positions is not None:
+        counts_from_0 = positions[:, :1] == 0 if first and positions.ndim == 2 else None
+        return positions if counts_from_0 is None else positions + first * counts_from_0
+    if given.padded is not None and not first:
+        return given.padded.offsets_in_rows()
+    if not several:
+        return None
+    in_document = layout.position_ids() * layout.real_tokens()  # no table ends before 0
+    return (in_document + first).view(given.shape)
+
+
+def _with_images(given: Given, layout: PackedLayout, several: bool) -> Tensor:
+    """Of a vision-language model, which would make them from our placeholder of a mask."""
+    if has_images(given.inputs):
+        return image_positions(given.parts.base(given.module), layout, given.inputs)
+    positions: Tensor | None = given.inputs.get("position_ids")
+    return default_positions(layout, given.shape) if positions is None else positions
+
+
+def _by_run(given: Given, layout: PackedLayout, several: bool) -> Tensor | None:
+    """Of longrope, whose tables depend on how long a run of consecutive positions is."""
+    positions = given.positions
+    if positions is None and given.padded is not None:
+        positions = given.padded.offsets_in_rows()
+    if positions is None:
+        return default_positions(layout, given.shape) if several else None
+    return positions_by_run(layout, positions, given.shape[1])
 
 
 def positions_by_run(layout: PackedLayout, positions_BS: Tensor, row_tokens: int) -> Tensor:
@@ -105,6 +117,11 @@ def positions_by_run(layout: PackedLayout, positions_BS: Tensor, row_tokens: int
 
 
 # ---- images of Qwen2-VL and similar ----
+
+
+def has_images(inputs: dict[str, Any]) -> bool:
+    """Whether the arguments include images or videos."""
+    return any(inputs.get(name) is not None for name in GRIDS)
 
 
 def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from flexvarlen.import_hook import after_import
-from flexvarlen.patches.models.heads import PER_DOCUMENT
 from flexvarlen.patches.state import ATTRIBUTE
 from flexvarlen.patches.why_not import why_not_adapters
 
@@ -68,7 +67,7 @@ def _guard_prompts(peft_model: ModuleType) -> None:
 
 def _gives_documents(model: nn.Module) -> bool:
     patches = (module.__dict__.get(ATTRIBUTE) for module in model.modules())
-    return any(patch.parts.head in PER_DOCUMENT for patch in patches if patch is not None)
+    return any(patch.parts.head.labels == "document" for patch in patches if patch is not None)
 
 
 def _check(accelerator: Any, *, documents: int, rows: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +20,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from flexvarlen.layout.arguments import holds_integers
-from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS, tree_loss
 from flexvarlen.layout.logprobs import BARE_HEAD
-from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
 from flexvarlen.patches.forward.wrapper import has_fused_head_of_trl, is_wrapped
-from flexvarlen.patches.models.families import is_verified
-from flexvarlen.patches.models.heads import CAUSAL, changes_logits
-from flexvarlen.patches.models.layers import text_config_of
+from flexvarlen.patches.models.heads import changes_logits
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
@@ -127,7 +122,7 @@ def mark_bare_head(model: PreTrainedModel, parts: ModelParts) -> None:
     Copies of the layer, and wrappers around it, have the mark too.
     """
     unmark_bare_head(model)
-    if parts.head in CAUSAL and changes_logits(parts.config):
+    if parts.head.labels == "next token" and changes_logits(parts.config):
         layer: Any = model.get_output_embeddings()
         layer.__dict__[BARE_HEAD] = True
 
@@ -193,76 +188,3 @@ def unwrap_loss(model: nn.Module) -> None:
     loss = model.__dict__.get(_LOSS)
     if isinstance(loss, _UserLoss):
         model.__dict__[_LOSS] = loss.loss
-
-
-def take_loss(module: nn.Module, inputs: dict[str, Any]) -> Callable[[Tensor], Tensor] | None:
-    """Pop the counts and their labels, as the model's loss would count a shared token once.
-
-    Returns:
-        logits -> the loss over all samples; None without label_counts.
-
-    Raises:
-        ValueError: label_counts without shift_labels.
-        NotImplementedError: a loss function that the user set.
-    """
-    inputs.pop(SAMPLE_COUNTS, None)
-    counts, labels = inputs.pop(LABEL_COUNTS, None), inputs.get("shift_labels")
-    if counts is None:
-        return None
-    if labels is None:
-        raise ValueError(
-            "label_counts must come with shift_labels; take both from fv.share_prefixes."
-        )
-    if user_loss(module) is not None:
-        raise NotImplementedError(
-            "model.loss_function is not called with label_counts, got one that was set; compute "
-            "the loss from the logits, or of each sample by fv.SharedPrefixes.unfold."
-        )
-    items = inputs.pop("num_items_in_batch", None)
-    return functools.partial(
-        tree_loss,
-        shift_labels=inputs.pop("shift_labels"),
-        label_counts=counts,
-        num_items_in_batch=items,
-    )
-
-
-def token_weights(parts: ModelParts, layout: PackedLayout, counts: Tensor | None) -> Tensor:
-    """int64 `[1, T]`: for how many samples each token counts in a router's loss, 0 at padding.
-
-    The head gets it as attention_mask, by which `load_balancing_loss_func` multiplies each token.
-
-    Args:
-        counts: the sample_counts.
-
-    Raises:
-        ValueError: none, or of another number of tokens.
-        NotImplementedError: a head that may read the weights as a mask of ones, as Doge's does.
-
-    No sync; traces under `fullgraph=True`.
-    """
-    if not is_verified(parts.model_class, parts.model_config.model_type):
-        raise NotImplementedError(
-            "output_router_logits must be False with sample_counts, or a packed_layout of trees, "
-            "in a model that is not of a verified family, whose auxiliary loss may count a shared "
-            f"token once, got True for {parts.model_class.__name__}; pack each path as a document."
-        )
-    if counts is None or counts.numel() != layout.total_tokens:
-        got = "none" if counts is None else f"shape {tuple(counts.shape)}"
-        raise ValueError(
-            "sample_counts must give the samples that share each token, "
-            f"[1, {layout.total_tokens}], with output_router_logits=True and a packed_layout of "
-            f"trees, got {got}; take them from fv.share_prefixes."
-        )
-    return (counts.reshape(-1) * layout.real_tokens())[None]
-
-
-def balance_loss(head: nn.Module, outputs: Any) -> Tensor | float:
-    """What transformers' heads add to their loss to balance experts; 0 if they add none."""
-    loss = outputs.get("aux_loss")
-    if not isinstance(loss, Tensor):
-        return 0.0
-    coefficient: float | None = getattr(head, "router_aux_loss_coef", None)
-    if coefficient is None:  # a head over images and text
-        coefficient = text_config_of(head.config).router_aux_loss_coef
-    return coefficient * loss

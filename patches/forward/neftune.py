@@ -19,23 +19,22 @@ from flexvarlen.patches.state import CONTEXT
 from flexvarlen.upstream import required
 
 
-def scale_noise_by_document(model: Any) -> None:
-    """Let a model's hook of NEFTune, if it has one, read the documents of a patched forward.
+def scale_noise_by_document(embeddings: nn.Module) -> None:
+    """Let the hook of NEFTune on a model's embeddings read the documents of a patched forward.
 
-    Called in each forward in training, as Trainer adds the hook when training starts. The hook
+    Called in forwards in training, as Trainer adds the hook when training starts. The hook
     keeps its handle; without documents it does what transformers' does.
 
     Raises:
         NotImplementedError: under `fullgraph=True`; other compiled graphs break here.
     """
-    embeddings: nn.Module | None = model.get_input_embeddings()
-    hooks: Any = {} if embeddings is None else embeddings._forward_hooks
+    hooks: Any = embeddings._forward_hooks
     if not any(hook in (neftune_post_forward_hook, _add_noise) for hook in hooks.values()):
         return
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             "neftune_noise_alpha must be used without torch.compile in a patched model, as its "
-            "noise depends on the documents, got a compiled graph; leave one of them out."
+            "noise depends on the documents, got a compiled graph; remove one of them."
         )
     for key, hook in hooks.items():
         if hook is neftune_post_forward_hook:
@@ -52,13 +51,13 @@ def _add_noise(embeddings: Any, args: tuple[Any, ...], output: Tensor) -> Tensor
     if not (embeddings.training and isinstance(packed, PackedForward)):
         found: Tensor = neftune_post_forward_hook(embeddings, args, output)
         return found
-    layout, row_tokens = packed.layout, packed.padded_row_tokens
+    layout, row_tokens = packed.layout, packed.row.padded_row_tokens
     tokens: Any = row_tokens
-    if row_tokens is None or packed.padded is None:
+    if row_tokens is None or packed.row.padded is None:
         if layout.segments is not None or packed.group is not None:
             raise NotImplementedError(
                 "neftune_noise_alpha needs documents that lie in one piece, got trees or a "
-                "sequence_parallel_group; leave it out."
+                "sequence_parallel_group; remove neftune_noise_alpha."
             )
         lengths = layout.cu_seqlens.diff().clamp(min=1)
         tokens = lengths[layout.document_ids().clamp(max=len(lengths) - 1)]

@@ -1,34 +1,30 @@
-"""Padded batches that run as packed rows, and heads and poolers that need a row per document.
-
-With `unpad` the base model drops a batch's padding and puts it back into its outputs; the head sees
-the padded batch. A head with one output per document gets packed rows as such a batch.
+"""`unpad`: the base model runs a padded batch as a packed row; its head sees the padded batch.
 
 Shapes: B rows of S tokens, T = B·S.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import as_int
-from flexvarlen.layout.boundaries import raise_or_assert
-from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.find_layout import BOUNDARIES
+from flexvarlen.patches.batch.given import Given, Inputs, read_arguments
+from flexvarlen.patches.batch.labels import next_token_labels
 from flexvarlen.patches.batch.padded_batch import (
     PaddedBatch,
     find_padding,
-    pad_documents,
+    share_prefixes_of_rows,
 )
-from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
-from flexvarlen.patches.models.heads import PER_DOCUMENT
+from flexvarlen.patches.batch.row import Row
+from flexvarlen.patches.forward.heads import check_document_labels, wrap_loss
+from flexvarlen.patches.forward.make_row import is_compiled
 from flexvarlen.patches.state import CONTEXT
 
-if TYPE_CHECKING:
-    from flexvarlen.patches.forward.inputs import ForwardInputs
+COMPILED_MULTIPLE = 1024
+"""Default `unpad_to_multiple_of` of compiled models; docs/benchmarks/preference.md compares it."""
 
 
 def check_unpad(unpad: bool, multiple_of: int | None, share_prefixes: bool) -> None:
@@ -50,39 +46,63 @@ def check_unpad(unpad: bool, multiple_of: int | None, share_prefixes: bool) -> N
         )
 
 
-def find_padded_batch(forward: ForwardInputs) -> PaddedBatch | None:
-    """The padded batch that the base model runs as a packed row, or None if it runs as it is.
+def unpad_batch(given: Given) -> Given:
+    """The packed row of a padded batch's real tokens."""
+    padded = _find_padded_batch(given)
+    return given if padded is None else run_packed(given, padded)
 
-    Takes it from the arguments if the head has found it.
+
+def unpad_below_head(given: Given) -> Given | Inputs:
+    """The arguments of a head whose base model runs its padded batch as a packed row."""
+    padded = _find_padded_batch(given)
+    return given if padded is None else _for_head(given, padded)
+
+
+def run_packed(given: Given, padded: PaddedBatch) -> Given:
+    """The arguments of a base model that runs a padded batch as a packed row.
+
+    Raises:
+        ValueError: `return_dict=False` asks for a tuple, whose outputs could not be replaced.
+    """
+    require_dict(given)
+    if given.patch.share_prefixes:
+        multiple_of = _multiple_of(given)
+        padded = share_prefixes_of_rows(padded, given.inputs, multiple_of=multiple_of)
+    row, tokens = padded.inputs_of_row(given.inputs), padded.to_row(given.tokens)
+    return read_arguments(given.module, given.patch, row, tokens, padded)
+
+
+def require_dict(given: Given) -> None:
+    """Raise where the outputs of a base model are a tuple, in which none can be replaced."""
+    return_dict = given.inputs.get("return_dict")
+    if not (given.config.return_dict if return_dict is None else return_dict):
+        raise ValueError(
+            "return_dict must stay True for packed or unpadded batches, got False; remove it."
+        )
+
+
+def _find_padded_batch(given: Given) -> PaddedBatch | None:
+    """The padded batch that the base model runs as a packed row, or None if it runs as it is.
 
     Raises:
         NotImplementedError: the forward takes embeddings where the ids of a padded batch are
             needed.
 
-    Reads the device once, if there is a 2D mask and `unpad`.
+    Reads the device once, if there is a 2D mask.
     """
-    patch, parts, inputs = forward.patch, forward.parts, forward.inputs
-    shape = forward.tokens.shape[:2]
-    given: PaddedBatch | None = inputs.pop(CONTEXT, None)
-    if given is not None and (given.batch, given.row_tokens) == shape:
-        forward.padded_by_head = True  # not where a head calls another batch
-        return given
-    mask = inputs.get("attention_mask")
-    if not patch.unpad or not isinstance(mask, Tensor) or mask.shape != shape:
-        return None
-    fills_cache = forward.cache is not None or inputs.get("use_cache")
-    if fills_cache or any(inputs.get(name) is not None for name in BOUNDARIES):
+    inputs, parts, mask = given.inputs, given.parts, given.mask
+    fills_cache = given.cache is not None or inputs.get("use_cache")
+    has_boundaries = any(given.boundaries[name] is not None for name in BOUNDARIES)
+    if not isinstance(mask, Tensor) or mask.shape != given.shape or fills_cache or has_boundaries:
         return None
     found: PaddedBatch | None = find_padding(
         mask,
         inputs.get("position_ids"),
-        multiple_of=forward.unpad_to_multiple_of,
-        even_without=patch.share_prefixes,
+        multiple_of=_multiple_of(given),
+        even_without=given.patch.share_prefixes,
     )
-    if found is None:
-        return None
-    needs_ids = parts.head in PER_DOCUMENT or not parts.causal
-    if needs_ids and inputs.get("input_ids") is None:
+    needs_ids = parts.head.labels == "document" or not parts.causal
+    if found is not None and needs_ids and inputs.get("input_ids") is None:
         raise NotImplementedError(
             "a classifier or encoder needs input_ids for a padded batch, whose padding it knows by "
             "them, got inputs_embeds; pass input_ids, or call patch_model without unpad=True."
@@ -90,68 +110,30 @@ def find_padded_batch(forward: ForwardInputs) -> PaddedBatch | None:
     return found
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def layout_of_pooling_head(forward: ForwardInputs) -> tuple[PackedLayout, PaddedBatch | None]:
-    """The layout of a head with one output per document, and a batch with a row for each.
-
-    Padding is on the right, as in the batches that heads are trained with. A causal head without
-    ids reads the last token of each row.
-
-    Returns:
-        No batch if a mask shows that each row holds one document already.
-
-    Raises:
-        NotImplementedError: rows of several documents with images.
-
-    Reads the device, and breaks a compiled graph.
-    """
-    layout = forward.find_layout()
-    if not forward.is_explicit and bool(one_document_per_row(layout, forward.batch)):
-        if forward.packs and forward.reads_first_token:
-            refuse_hidden_first_token(layout, forward.batch)
-        return layout, None
-    if forward.parts.vision_name and forward.has_images:
-        raise NotImplementedError(
-            "rows of several documents must hold text alone where a head gives one output per "
-            f"document, got images for {type(forward.module).__name__}; pass one document per row, "
-            "or patch and call the base model."
-        )
-    without_ids = forward.inputs.get("input_ids") is None
-    return layout, pad_documents(layout, pads_left=forward.parts.causal and without_ids)
+def _multiple_of(given: Given) -> int:
+    """What the tokens of a padded batch's packed row are rounded up to a multiple of."""
+    if given.patch.unpad_to_multiple_of is not None:
+        return given.patch.unpad_to_multiple_of
+    return COMPILED_MULTIPLE if is_compiled(given) else 1
 
 
-def note_pooler(forward: ForwardInputs, packed: PackedForward) -> None:
-    """Note whether a base model's pooler reads the first token of a row, or of each document.
+def _for_head(given: Given, padded: PaddedBatch) -> Inputs:
+    head, inputs = given.parts.head, given.inputs
+    if head.labels == "next token":
+        inputs = inputs | next_token_labels(given, padded.unpredicted_tokens(), several=True)
+    elif head.labels == "document" or head.has_choices:
+        refuse_rows_to_pool(padded, reads_first=given.parts.reads_first_token)
+    return head_inputs_for_padded_batch(given, inputs, padded)
 
-    Raises:
-        ValueError: `return_dict=False` asks for a tuple, whose outputs could not be replaced; or
-            rows of a padded batch that runs packed begin with padding, or hold no token.
-    """
-    padded, layout, batch = packed.padded, packed.layout, forward.batch
-    has_pooler = forward.module._modules.get("pooler") is not None
-    if has_pooler and padded is not None:
-        refuse_rows_to_pool(padded, reads_first=False)
-        if padded.pads_left:  # transformers counts positions from the padding
-            raise ValueError(
-                "attention_mask must not hide the first token of a row, which the model's pooler "
-                "reads, got padding on the left; pad on the right, or call "
-                "patch_model without unpad=True."
-            )
-    elif has_pooler and packed.packs:
-        if torch.compiler.is_compiling():  # a graph keeps the slots without a document
-            packed.pooled_tokens = layout.first_tokens()
-        elif bool(one_document_per_row(layout, batch)):
-            rows = layout.real_tokens().view(batch, -1).to(torch.uint8)
-            first = rows.argmax(dim=1)  # 0 in a row of padding alone
-            packed.pooled_tokens = first + rows.shape[1] * torch.arange(batch, device=rows.device)
-        else:
-            packed.pooled_tokens = layout.first_tokens()[layout.real_documents()]
-    return_dict = forward.inputs.get("return_dict")
-    wants_dict = forward.config.return_dict if return_dict is None else return_dict
-    if (packed.pooled_tokens is not None or padded is not None) and not wants_dict:
-        raise ValueError(
-            "return_dict must stay True for packed or unpadded batches, got False; leave it out."
-        )
+
+def head_inputs_for_padded_batch(given: Given, inputs: Inputs, padded: PaddedBatch) -> Inputs:
+    """The arguments of a head whose base model runs its padded batch as a packed row."""
+    if given.parts.head.labels == "document":
+        check_document_labels(inputs.get("labels"), padded.batch)
+    if given.parts.drops_keywords:
+        inputs["attention_mask"] = padded
+    wrap_loss(given.module)
+    return inputs | {CONTEXT: padded}
 
 
 HIDDEN_FIRST_TOKEN = (
@@ -159,12 +141,6 @@ HIDDEN_FIRST_TOKEN = (
     "got padding on the left; pad on the right."
 )
 """Raised where a model would read padding."""
-
-
-def refuse_hidden_first_token(layout: PackedLayout, batch: int) -> None:
-    """Refuse rows of padded documents that begin with padding. Reads the device."""
-    real = layout.real_tokens().view(batch, -1)
-    raise_or_assert((real[:, 0] | ~real.any(dim=1)).all(), HIDDEN_FIRST_TOKEN)
 
 
 def refuse_rows_to_pool(padded: PaddedBatch, *, reads_first: bool) -> None:
@@ -185,19 +161,14 @@ def refuse_rows_to_pool(padded: PaddedBatch, *, reads_first: bool) -> None:
         raise ValueError(HIDDEN_FIRST_TOKEN)
 
 
-def pad_and_pool(base: Any, packed: PackedForward, outputs: Any) -> None:
-    """Give a base model's outputs the shape of its padded batch, and pool them by document."""
-    padded = packed.padded
-    if padded is not None:
-        outputs["last_hidden_state"] = padded.to_batch(outputs["last_hidden_state"])
-        if outputs.get("hidden_states") is not None:
-            outputs["hidden_states"] = tuple(map(padded.to_batch, outputs["hidden_states"]))
-        if outputs.get("router_logits") is not None:  # [T, E] of each layer, as [B·S, E]
-            of_rows = (padded.to_batch(x[None]).flatten(0, 1) for x in outputs["router_logits"])
-            outputs["router_logits"] = tuple(of_rows)
-    pooler = base._modules.get("pooler")
-    if pooler is not None and padded is not None:
-        outputs["pooler_output"] = pooler(outputs["last_hidden_state"])
-    elif packed.pooled_tokens is not None:
-        hidden = outputs["last_hidden_state"].flatten(0, 1)
-        outputs["pooler_output"] = base.pooler(hidden[packed.pooled_tokens][:, None])
+def pad_outputs(base: nn.Module, row: Row, outputs: Any) -> None:
+    """Give a base model's outputs the shape of its padded batch."""
+    padded = row.padded
+    if padded is None:
+        return
+    outputs["last_hidden_state"] = padded.to_batch(outputs["last_hidden_state"])
+    if outputs.get("hidden_states") is not None:
+        outputs["hidden_states"] = tuple(map(padded.to_batch, outputs["hidden_states"]))
+    if outputs.get("router_logits") is not None:  # [T, E] of each layer, as [B·S, E]
+        of_rows = (padded.to_batch(x[None]).flatten(0, 1) for x in outputs["router_logits"])
+        outputs["router_logits"] = tuple(of_rows)

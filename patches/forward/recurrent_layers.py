@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.packed_forward import PackedForward, Unpacked
-from flexvarlen.patches.state import CONTEXT, LOST_DOCUMENTS, LostDocuments
+from flexvarlen.patches.models.layers import is_compiled_by_layer
+from flexvarlen.patches.state import CONTEXT, LOST_DOCUMENTS, LostDocuments, Patch
 from flexvarlen.patches.why_not import CONVOLUTION, SCANS, functions_of
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels import let_fla_run
+from flexvarlen.recurrent.fla_kernels.check import is_first_forward
 from flexvarlen.recurrent.layer_functions import (
     convolve,
     gated_delta_rule,
@@ -49,6 +52,20 @@ def patch_recurrent(layer: nn.Module) -> None:
     if _documents_hook not in layer._forward_pre_hooks.values():
         layer.register_forward_pre_hook(_documents_hook, with_kwargs=True)
         layer.register_forward_hook(_output_hook, with_kwargs=True, prepend=True)
+
+
+def recurrent_documents(tower: nn.Module, patch: Patch, layout: PackedLayout) -> RecurrentDocuments:
+    """What the recurrent layers of one forward share."""
+    group = patch.sequence_parallel_group
+    name = "" if group is None else group.group_name
+    return RecurrentDocuments(layout, group=name, for_any_row=is_compiled_by_layer(tower))
+
+
+def compiles_at_once(documents: RecurrentDocuments) -> bool:
+    """Whether the first layer is to check fla's kernels: in eager mode, on one rank."""
+    if torch.compiler.is_compiling() or documents.for_any_row or documents.over_ranks:
+        return False
+    return is_first_forward(documents.layout.device)
 
 
 def unpatch_recurrent(layer: nn.Module) -> None:
@@ -108,7 +125,7 @@ def _documents_hook(
         raise LostDocuments(LOST_DOCUMENTS)
     hidden_states = args[0] if args else kwargs["hidden_states"]
     documents = context.recurrent
-    if context.fills_cache:  # by rows of one document each, as transformers does
+    if context.row.fills_cache:  # by rows of one document each, as transformers does
         kwargs["attention_mask"] = context.mask_of_rows(hidden_states.shape[0])
     elif documents is not None:
         hidden_states = documents.to_levels(hidden_states)

@@ -1,37 +1,26 @@
 """Sequence parallelism in a patched model: checks of the group and of the forward's inputs.
 
-Each rank runs the model on its shard of one row; only in attention do the ranks exchange keys, or
-heads for tokens (`flexvarlen.parallel`). So nothing else may depend on a token's position in the
-row, and only the layout gives the documents: that of the shard, or to exchange heads that of the
-whole row.
-
-Shapes: P ranks, T tokens of the whole row, S = T/P of a shard.
+Each rank runs the model on its shard of one row; only in attention and recurrent layers do the
+ranks exchange anything (`flexvarlen.parallel`). So nothing else may depend on a token's position in
+the row, and only the layout of the shard gives the documents.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS, tree_loss
+from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel.ulysses import shard_tokens
+from flexvarlen.parallel.sharded_layout import RowShard
+from flexvarlen.patches.batch.given import CACHE_NAMES, Given
 from flexvarlen.patches.forward.heads import user_loss
-from flexvarlen.patches.forward.inputs import CACHE_NAMES
-from flexvarlen.patches.models.heads import CAUSAL, PER_DOCUMENT, PER_ROW, PER_TOKEN
+from flexvarlen.patches.forward.router import returns_router_logits
+from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.why_not import ROUTER_LOGITS_OF_A_SHARD
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from flexvarlen.patches.forward.inputs import ForwardInputs
-    from flexvarlen.patches.parts import ModelParts
 
 
 def check_group(group: Any) -> None:
@@ -47,8 +36,8 @@ def check_group(group: Any) -> None:
 _OF_WHOLE_ROWS = ("attention_mask", *CACHE_NAMES, "use_cache", "logits_to_keep")
 
 
-def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
-    """Check a forward's keyword arguments, and build missing position_ids of this shard.
+def shard_of_row(given: Given) -> Given:
+    """Check the arguments of a forward on a shard, and build missing position_ids.
 
     Raises:
         ValueError: documents are given by anything but the layout; the layout is not that of the
@@ -58,150 +47,120 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
 
     Reads shapes only. That all ranks hold the same layout is checked by `shard_row`, not here.
     """
-    inputs, boundaries, tokens = forward.inputs, forward.boundaries, forward.tokens
-    others = {name: x for name, x in boundaries.items() if name != "packed_layout"}
+    inputs, parts = given.inputs, given.parts
+    others = {name: x for name, x in given.boundaries.items() if name != "packed_layout"}
     others |= {name: inputs.get(name) for name in _OF_WHOLE_ROWS}
-    for name, given in others.items():
-        if given is not None and not (isinstance(given, int) and given == 0):
+    for name, x in others.items():
+        if x is not None and not (isinstance(x, int) and x == 0):
             raise ValueError(
                 f"{name} must be left out under sequence_parallel_group, got it with a shard of a "
                 "row: packed_layout alone gives its documents and padding, and nothing is cached "
                 "or generated; call fv.shard_row on a batch with packed_layout, or unpatch_model."
             )
-    layout, (batch, row_tokens) = boundaries["packed_layout"], tokens.shape[:2]
-    if not isinstance(layout, PackedLayout):
+    layout = given.boundaries["packed_layout"]
+    if not isinstance(layout, PackedLayout) or layout.shard is None:
+        got = repr(layout) if isinstance(layout, PackedLayout) else type(layout).__name__
         raise ValueError(
-            "packed_layout must come with each rank's shard under sequence_parallel_group, a "
-            f"PackedLayout, got {type(layout).__name__}; call fv.shard_row on a batch that has one."
+            "packed_layout must be that of this rank's shard under sequence_parallel_group, got "
+            f"{got}; call fv.shard_row on a batch that has one, or run whole rows inside `with "
+            "fv.patched(model):`."
         )
-    _check_layout(layout, batch, row_tokens, tokens.device, group)
-    if forward.patch.batch_invariant and layout.shard is not None:
-        raise NotImplementedError(
-            "batch_invariant does not hold where documents are cut, at tokens that depend on their "
-            'neighbours; leave it out, or call fv.shard_row(..., method="ulysses").'
-        )
-    _check_attention(layout, forward.parts)
-    _check_pooling(forward)
+    _check_layout(layout, layout.shard, given)
+    _check_attention(layout.shard, parts)
+    _check_pooling(given)
+    row_tokens = given.shape[1]
     for name in ("position_ids", "labels", "shift_labels", LABEL_COUNTS, SAMPLE_COUNTS):
-        given = inputs.get(name)
-        if given is not None and given.shape != (1, row_tokens):
+        x = inputs.get(name)
+        if x is not None and x.shape != (1, row_tokens):
             raise ValueError(
-                f"{name} must be those of the shard, [1, {row_tokens}], got {list(given.shape)}; "
+                f"{name} must be those of the shard, [1, {row_tokens}], got {list(x.shape)}; "
                 "call fv.shard_row on the whole row."
             )
     if inputs.get("labels") is not None:
-        _check_loss(forward)
-    if forward.returns_router_logits:
+        _check_loss(given)
+    if returns_router_logits(given):
         raise NotImplementedError(ROUTER_LOGITS_OF_A_SHARD)
     if layout.segments is None and inputs.get(LABEL_COUNTS) is None:
-        _set_positions(layout, forward)
+        positions = _positions(layout, inputs.get("position_ids"), parts.first_position)
+        given = given._replace(inputs=inputs | {"position_ids": positions})
     elif inputs.get(LABEL_COUNTS) is not None and inputs.get("num_items_in_batch") is None:
         raise ValueError(
             "label_counts of a shard must come with num_items_in_batch, the labels of the whole "
             "row, got none; call fv.shard_row, which counts them."
         )
+    return given._replace(layout=layout)
 
 
-def _set_positions(layout: PackedLayout, forward: ForwardInputs) -> None:
-    """Build missing position_ids, and add the first position to those that count from 0."""
+def _positions(layout: PackedLayout, given: Tensor | None, first: int) -> Tensor:
+    """The position_ids of a shard, from the first position of the model (RoBERTa's is not 0)."""
     positions = layout.position_ids() * layout.real_tokens()  # every table has 0, for padding
-    if layout.shard is None:
-        positions = shard_tokens(positions, forward.group)
-    given: Tensor | None = forward.inputs.get("position_ids")
     position_ids = positions[None] if given is None else given
-    first = forward.parts.first_position  # RoBERTa's is not 0
     if first:
         position_ids = position_ids + first * (position_ids[:, :1] == positions[:1])
-    forward.inputs["position_ids"] = position_ids
+    return position_ids
 
 
-def _check_pooling(forward: ForwardInputs) -> None:
+def _check_pooling(given: Given) -> None:
     """Raise where documents are pooled."""
-    module, head = forward.module, forward.parts.head
-    if head in (*PER_DOCUMENT, *PER_ROW) or module._modules.get("pooler") is not None:
+    parts = given.parts
+    if parts.head.pools or (parts.has_pooler and not parts.base_name):
         raise NotImplementedError(
-            f"{type(module).__name__} pools documents, which may be cut over the ranks; give each "
-            "rank rows of its own, or call the base model (of BERT with add_pooling_layer=False), "
-            "and pool what you gather of all ranks."
+            f"{type(given.module).__name__} pools documents, which may be cut over the ranks; give "
+            "each rank rows of its own, or call the base model (of BERT with "
+            "add_pooling_layer=False), and pool what you gather of all ranks."
         )
 
 
-def _check_layout(
-    layout: PackedLayout, batch: int, row_tokens: int, device: torch.device, group: ProcessGroup
-) -> None:
-    """Raise unless the layout is that of this rank's shard, or of the whole row."""
-    size, shard = dist.get_world_size(group), layout.shard
-    covered = row_tokens * (size if shard is None else 1)
-    if batch != 1 or layout.total_tokens != covered or layout.device != device:
+def _check_layout(layout: PackedLayout, shard: RowShard, given: Given) -> None:
+    """Raise unless the layout is that of the tokens, and of this rank."""
+    (batch, row_tokens), device = given.shape, given.tokens.device
+    if batch != 1 or layout.total_tokens != row_tokens or layout.device != device:
         raise ValueError(
-            f"packed_layout must cover the {row_tokens} tokens of each of {size} ranks on "
-            f"{device}, and input_ids be [1, {row_tokens}], got {layout.total_tokens} "
-            f"tokens on {layout.device} and {batch} rows; call fv.shard_row on the whole row, "
-            "padded to a multiple of the ranks, or run whole rows inside `with fv.patched(model):`."
+            f"packed_layout must cover the shard's {row_tokens} tokens on {device}, and input_ids "
+            f"be [1, {row_tokens}], got {layout.total_tokens} tokens on {layout.device} and "
+            f"{batch} rows; call fv.shard_row on the whole row."
         )
-    here = dist.get_rank(group), size
-    if shard is not None and (shard.rank, shard.ranks) != here:
+    group = given.patch.sequence_parallel_group
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if (shard.rank, shard.ranks) != (rank, ranks):
         raise ValueError(
-            f"packed_layout must be the shard of rank {here[0]} of {size}, got that of rank "
+            f"packed_layout must be the shard of rank {rank} of {ranks}, got that of rank "
             f"{shard.rank} of {shard.ranks}; call fv.shard_row with the group of the model."
         )
 
 
-def _check_attention(layout: PackedLayout, parts: ModelParts) -> None:
+def _check_attention(shard: RowShard, parts: ModelParts) -> None:
     """Raise unless the shard was made for the model's kinds of layers."""
-    shard = layout.shard
-    if parts.recurrent and (shard is None or shard.method == "documents"):
+    if parts.recurrent and shard.method == "documents":
         raise ValueError(
             "a model with recurrent layers must get the next tokens of the row on each rank, got "
             "another shard; call fv.shard_row(batch, group, **fv.shard_options(model))."
         )
-    if shard is None:
-        return
     for kind in parts.kinds:
         why = shard.why_not(causal=kind.causal, window=kind.window)
         if why is not None:
             raise ValueError(why)
 
 
-def _check_loss(forward: ForwardInputs) -> None:
+def _check_loss(given: Given) -> None:
     """Raise unless the losses of the shards sum to the loss of the row."""
-    head, inputs = forward.parts.head, forward.inputs
-    if head in CAUSAL:
-        _check_loss_of_next_tokens(forward.module, inputs)
-    elif head not in PER_TOKEN or forward.parts.causal or user_loss(forward.module) is not None:
+    head, inputs, module = given.parts.head, given.inputs, given.module
+    if head.labels == "next token":
+        _check_loss_of_next_tokens(module, inputs)
+    elif head.labels != "own token" or given.parts.causal or user_loss(module) is not None:
         raise NotImplementedError(
             "labels must be next tokens under sequence_parallel_group, or those of an encoder's "
-            f"own tokens without a loss function of your own, got those of a head {head}; take the "
-            "sum of the losses of its logits yourself, divided by the labels of the row."
+            f"own tokens without a loss function of your own, got those of a head {head.ending}; "
+            "take the sum of the losses of its logits yourself, divided by the labels of the row."
         )
     elif inputs.get("shift_labels") is not None or inputs.get("num_items_in_batch") is None:
         raise ValueError(
             "labels of a shard must come with num_items_in_batch, the labels of the whole row, and "
-            f"without shift_labels under a head {head}, whose labels are the tokens' own; call "
-            "fv.shard_row(batch, group, **fv.shard_options(model))."
+            f"without shift_labels under a head {head.ending}, whose labels are the tokens' own; "
+            "call fv.shard_row(batch, group, **fv.shard_options(model))."
         )
-    elif False in (inputs.get("return_dict"), forward.config.return_dict):
-        raise ValueError(
-            "return_dict must stay True with labels of a shard, got False; leave it out."
-        )
-
-
-def take_own_labels(forward: ForwardInputs) -> Callable[[Tensor], Tensor] | None:
-    """Pop a shard's labels of its own tokens, as most heads take the mean over them.
-
-    Returns:
-        logits -> the shard's part of the loss of the row; None without such labels.
-    """
-    inputs = forward.inputs
-    if forward.group is None or forward.parts.head in CAUSAL or inputs.get("labels") is None:
-        return None
-    labels = inputs.pop("labels")
-    return functools.partial(
-        tree_loss,
-        shift_labels=labels,
-        label_counts=torch.ones_like(labels),
-        num_items_in_batch=inputs.pop("num_items_in_batch"),
-    )
+    elif False in (inputs.get("return_dict"), given.config.return_dict):
+        raise ValueError("return_dict must stay True with labels of a shard, got False; remove it.")
 
 
 def _check_loss_of_next_tokens(module: nn.Module, inputs: dict[str, Any]) -> None:

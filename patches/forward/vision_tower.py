@@ -17,7 +17,8 @@ from transformers import PreTrainedModel, vision_utils
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.packed_forward import PackedVision
-from flexvarlen.patches.forward.steps import packed_forward
+from flexvarlen.patches.forward.make_row import packed_forward
+from flexvarlen.patches.forward.stages import choose_stages
 from flexvarlen.patches.forward.wrapper import Steps, unwrap_forward, wrap_forward
 from flexvarlen.patches.models.layers import VISION, attention_layers
 from flexvarlen.patches.parts import ModelParts
@@ -34,9 +35,11 @@ def patch_tower(tower: PreTrainedModel, patch: Patch) -> None:
     """
     wrap_forward(tower, TOWER_STEPS)
     before: Any = patch.implementation_before  # by tower; the config's may already be ours
+    parts = ModelParts.of(tower)
     own = replace(
         patch,
-        parts=ModelParts.of(tower),
+        parts=parts,
+        stages=choose_stages(parts, patch),
         kinds=patch.parts.vision_kinds,
         implementation_before=before["vision_config"],
     )

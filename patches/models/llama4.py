@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flexvarlen.parallel.ulysses import shard_tokens
-from flexvarlen.patches.batch.positions import causal_positions
+from flexvarlen.patches.batch.positions import default_positions
 
 if TYPE_CHECKING:
     from flexvarlen.patches.attention.packed_forward import PackedForward
@@ -23,8 +22,7 @@ def own_temperature(
 ) -> Tensor:
     """Rescale queries from the scale of their position in the row to that in their document.
 
-    Unchanged in short rows and in layers with RoPE. With a group these are the queries of a shard
-    of S tokens.
+    Unchanged in short rows and in layers with RoPE. With a group these are the queries of a shard.
     """
     layout, group = context.layout, context.group
     floor_scale: Any = layer.floor_scale
@@ -32,13 +30,12 @@ def own_temperature(
     if layer.use_rope or longest < floor_scale:
         return q_THD
     in_row = torch.arange(q_THD.shape[0], device=q_THD.device) % row_tokens
-    batch = q_THD.shape[0] // row_tokens if group is None else 1
-    if context.padded is None:
-        position_T = causal_positions(layout, batch)
+    padded = context.row.padded
+    if padded is None:
+        shape = (q_THD.shape[0] // row_tokens, row_tokens)
+        position_T = default_positions(layout, shape).flatten()
     else:
-        position_T = context.padded.offsets_in_rows()[0]
-    if context.exchanges_heads:
-        position_T = shard_tokens(position_T, group)
+        position_T = padded.offsets_in_rows()[0]
 
     def scale(position_T: Tensor) -> Tensor:
         steps = torch.floor((position_T.float() + 1.0) / floor_scale)

@@ -1,0 +1,38 @@
+"""`Row`: the packed row of one forward, as it follows from what was given."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.batch.labels import NO_TARGETS, Targets
+from flexvarlen.patches.batch.padded_batch import PaddedBatch
+
+
+class Row(NamedTuple):
+    """The documents of one forward, and what follows from them.
+
+    Attributes:
+        layout: the documents.
+        several: whether a row of the batch may hold several documents, or padding.
+        padded: the padded batch that runs as this packed row, or None.
+        padded_row_tokens: S of the caller's rows, if each may hold one document; else None.
+        position_ids: for the model; None lets it count from 0 in each row.
+        targets: what a head learns.
+        fills_cache: whether the forward fills a cache, from rows of one document each.
+        use_cache: replaces the argument, unless None.
+        pooled_tokens: int64, offsets among all B·S tokens of those that a base model's pooler must
+            read; None: the first of each row, which it reads by itself.
+    """
+
+    layout: PackedLayout
+    several: bool = True
+    padded: PaddedBatch | None = None
+    padded_row_tokens: int | None = None
+    position_ids: Tensor | None = None
+    targets: Targets = NO_TARGETS
+    fills_cache: bool = False
+    use_cache: bool | None = None
+    pooled_tokens: Tensor | None = None

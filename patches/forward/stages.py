@@ -1,0 +1,80 @@
+"""Choose the stages of a forward, once, from what a model is made of and how it is patched.
+
+A capability that a model does not have is in none of them, so that its forward never asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexvarlen.patches.batch.labels import target_maker
+from flexvarlen.patches.batch.positions import position_maker
+from flexvarlen.patches.forward.padding import pad_outputs, unpad_batch, unpad_below_head
+from flexvarlen.patches.forward.pooling import (
+    check_document_head,
+    check_row_head,
+    pool_outputs,
+    pooled_tokens,
+    rows_of_documents,
+)
+from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, recurrent_documents
+from flexvarlen.patches.forward.refusals import TEXT_ALONE, prepare_shared_keys, refuse_images
+from flexvarlen.patches.forward.router import weigh_tokens
+from flexvarlen.patches.forward.sequence_parallel import shard_of_row
+from flexvarlen.patches.forward.under_head import (
+    context_from_mask,
+    context_into_mask,
+    documents_of_head,
+)
+from flexvarlen.patches.models.heads import NO_HEAD, Head
+from flexvarlen.patches.parts import ModelParts
+from flexvarlen.patches.state import CONTEXT, Settings, Stages
+
+
+def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEAD) -> Stages:
+    """The stages of a module's forward.
+
+    Args:
+        parts: of the module: a model with a head, a base model or a tower.
+        settings: of its patch.
+        below: the head that a base model is called by; `NO_HEAD` if it is the model.
+    """
+    is_base, head = not parts.base_name, parts.head
+    over_ranks = settings.sequence_parallel_group is not None
+    of_documents = head.labels == "document"
+    text_alone = parts.model_config.model_type in TEXT_ALONE
+    has_router = hasattr(parts.config, "output_router_logits")
+    pads = settings.unpad or below.labels == "document"
+    pools = is_base and parts.has_pooler
+    return Stages(
+        arguments=_those(
+            (is_base and parts.shares_keys, prepare_shared_keys),
+            (is_base and parts.drops_keywords, context_from_mask),
+        ),
+        batch=_those(
+            (text_alone, refuse_images),
+            (below != NO_HEAD, documents_of_head),
+            (is_base and below == NO_HEAD and settings.unpad, unpad_batch),
+            (not is_base and settings.unpad, unpad_below_head),
+            (over_ranks, shard_of_row),
+            (of_documents, rows_of_documents),
+        ),
+        documents=_those(
+            (of_documents, check_document_head),
+            (head.labels == "row", check_row_head),
+        ),
+        positions=position_maker(parts),
+        targets=target_maker(parts, over_ranks=over_ranks),
+        pooled_tokens=pooled_tokens if pools else None,
+        recurrent=recurrent_documents if parts.recurrent else None,
+        keywords=(CONTEXT, DOCUMENTS) if parts.recurrent else (CONTEXT,),
+        head=_those(
+            (not is_base and has_router, weigh_tokens),
+            (not is_base and parts.drops_keywords, context_into_mask),
+        ),
+        outputs=_those((is_base and pads, pad_outputs), (pools, pool_outputs)),
+    )
+
+
+def _those(*stages: tuple[bool, Any]) -> tuple[Any, ...]:
+    return tuple(stage for has_it, stage in stages if has_it)
