@@ -47,15 +47,15 @@ def make_row(given: Given) -> Row:
     find_pooled = stages.pooled_tokens
     row_tokens = None if given.is_explicit else given.shape[1]
     return Row(
-        layout,
-        several,
-        padded,
-        padded.row_tokens if padded is not None and given.patch.unpad else row_tokens,
-        position_ids,
-        targets,
-        fills_cache,
-        use_cache,
-        None if find_pooled is None else find_pooled(given, layout, several),
+        layout=layout,
+        several=several,
+        padded=padded,
+        padded_row_tokens=padded.row_tokens if padded and given.patch.unpad else row_tokens,
+        position_ids=position_ids,
+        targets=targets,
+        fills_cache=fills_cache,
+        use_cache=use_cache,
+        pooled_tokens=find_pooled and find_pooled(given, layout, several),
     )
 
 

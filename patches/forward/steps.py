@@ -124,11 +124,8 @@ def attach_unpacked(given: Given, why: str) -> Inputs:
 def attach_row(given: Given, row: Row) -> Inputs:
     """The arguments of a forward on a packed row."""
     module, patch = given.module, given.patch
-    taken, changed = (
-        row.targets.taken,
-        {"position_ids": row.position_ids, "use_cache": row.use_cache},
-    )
-    inputs = {name: x for name, x in given.inputs.items() if name not in taken}
+    changed = {"position_ids": row.position_ids, "use_cache": row.use_cache}
+    inputs = {name: x for name, x in given.inputs.items() if name not in row.targets.taken}
     inputs |= row.targets.labels | {name: x for name, x in changed.items() if x is not None}
     packed = packed_forward(module, patch, row.layout, row)
     attach_context(inputs, packed, patch)
