@@ -236,6 +236,11 @@ def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
         return None
     if getattr(parts.config, "output_router_logits", False):
         return ROUTER_LOGITS_OF_A_SHARD
+    if settings.batch_invariant:
+        return (
+            "batch_invariant must be False with a sequence_parallel_group, got True: where a "
+            "document is split over the ranks depends on its neighbours; remove one of the two."
+        )
     reason = None
     if parts.text_name:
         reason = "takes images, whose tokens cannot be sharded"

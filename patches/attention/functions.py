@@ -160,9 +160,9 @@ def _refuse_lost_documents(layer: nn.Module) -> None:
 
 def _check_tokens(context: PackedForward, batch: int, row_tokens: int, keys: int) -> None:
     """Raise unless queries and keys are the tokens of the packed batch."""
-    if row_tokens != keys or row_tokens * batch != context.tokens_here:
+    if row_tokens != keys or row_tokens * batch != context.layout.total_tokens:
         raise ValueError(
-            f"queries and keys must be the {context.tokens_here} tokens of the packed "
+            f"queries and keys must be the {context.layout.total_tokens} tokens of the packed "
             f"batch, got {batch * row_tokens} queries and {batch * keys} keys; pack "
             "without a cache."
         )

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -19,7 +18,6 @@ from flexvarlen.attention.call import AttentionCall, Backend, is_past_int32
 from flexvarlen.attention.choose import choose
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
-from flexvarlen.parallel.ulysses import attend_sharded
 from flexvarlen.patches.attention.backend_choice import chosen_for, refusal_of_layers
 from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.state import BackendChoice
@@ -89,9 +87,8 @@ class PackedForward:
             should round as the policy does, which it does by the same kernel.
         kinds: of the model's layers, as far as they are known.
         has_all_kinds: whether each layer must be of one of `kinds`.
-        group: the ranks over which the row is sharded; None if it is not. The layout is that of
-            this rank's pieces of documents, or, where heads are exchanged, of the whole row.
-        exchanges_heads: whether the ranks exchange heads for tokens (Ulysses).
+        group: the ranks over which the row is sharded, of which the layout is this rank's shard;
+            None if it is whole.
         has_temperature: whether layers scale queries by their position in the row.
         chunk_size: tokens of a chunk, in the layers that have chunks.
         routes: by kind; built before the first layer, or on request of a layer of another kind.
@@ -124,8 +121,7 @@ class PackedForward:
     ) -> None:
         self.layout, self.backend, self.group = layout, backend, group
         self.deterministic, self.batch_invariant = deterministic, batch_invariant
-        self.exchanges_heads = group is not None and layout.shard is None
-        self.training, self.kinds = training, tuple(map(self._on_this_rank, kinds))
+        self.training, self.kinds = training, kinds
         self.has_all_kinds = has_all_kinds
         if layout.shard is not None and group is None:
             raise ValueError(A_SHARD_ALONE)
@@ -140,16 +136,6 @@ class PackedForward:
         self.loss: Callable[[Tensor], Tensor] | None = None
         self._copies: dict[str, PackedForward] = {}
         self._postponed: Callable[[], None] | None = None
-
-    @property
-    def tokens_here(self) -> int:
-        """T, or under a group the tokens of a shard."""
-        size = dist.get_world_size(self.group) if self.exchanges_heads else 1
-        return self.layout.total_tokens // size
-
-    def _on_this_rank(self, kind: LayerKind) -> LayerKind:
-        """The kind with the heads that this rank attends with."""
-        return kind.per_rank(dist.get_world_size(self.group)) if self.exchanges_heads else kind
 
     def to(
         self, device: torch.device | str | int | None, *, non_blocking: bool = False
@@ -210,16 +196,14 @@ class PackedForward:
     def attend(
         self, kind: LayerKind, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """The output of a layer, `[T, H, D]`; with a group, of this rank's tokens.
+        """The output of a layer, `[T, H, D]`.
 
         Raises:
             NotImplementedError: the backend cannot serve the kind, or the tensors have tangents.
         """
-        route = self.route(self._on_this_rank(kind), q.dtype, needs_gradients(q, k, v, sinks))
+        route = self.route(kind, q.dtype, needs_gradients(q, k, v, sinks))
         if forward_ad._current_level >= 0:
             refuse_forward_mode(route.backend.name, q, k, v, sinks)
-        if self.exchanges_heads:
-            return attend_sharded(q, k, v, sinks, route.attend, self.group)
         shard = self.layout.shard
         if shard is None:
             return route.attend(q, k, v, sinks)

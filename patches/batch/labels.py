@@ -7,34 +7,24 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import require_tensor
 from flexvarlen.layout.labels import IGNORE_INDEX, LABELS, int64_labels
-from flexvarlen.parallel.ulysses import shard_tokens
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _counted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose `num_items_in_batch` was already checked."""
 
 
 def mask_labels(
-    model: nn.Module,
-    inputs: dict[str, Any],
-    first: Tensor,
-    group: ProcessGroup | None = None,
-    *,
-    packs: bool = True,
+    model: nn.Module, inputs: dict[str, Any], first: Tensor, *, packs: bool = True
 ) -> None:
     """Set labels to -100 where a document's last token, or padding, would predict a token.
 
-    Replaces them in the forward's keyword arguments; the caller's tensors are not modified. With a
-    group the labels are those of this rank's tokens.
+    Replaces them in the forward's keyword arguments; the caller's tensors are not modified.
 
     Args:
         first: bool `[T]`, as `unpredicted_tokens` returns it.
@@ -43,7 +33,7 @@ def mask_labels(
     given = {name: inputs[name] for name in LABELS if inputs.get(name) is not None}
     for name, labels in given.items():
         require_tensor(name, labels)
-        if group is None and labels.numel() != len(first):
+        if labels.numel() != len(first):
             raise ValueError(
                 f"{name} must have one label for each of {len(first)} tokens, got shape "
                 f"{tuple(labels.shape)}; pass labels shaped like input_ids, -100 at "
@@ -52,8 +42,6 @@ def mask_labels(
         masked_T = first
         if name == "shift_labels":  # shift_labels[t] is token t + 1
             masked_T = torch.nn.functional.pad(first[1:], (0, 1), value=False)
-        if group is not None:
-            masked_T = shard_tokens(masked_T, group)
         is_masked = masked_T.view(labels.shape).to(labels.device)
         if labels.dtype != torch.int64:
             labels = int64_labels(labels)

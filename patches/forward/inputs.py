@@ -142,9 +142,9 @@ class ForwardInputs:
         return None if self.is_explicit else self.row_tokens
 
     def find_layout(self) -> PackedLayout:
-        """Find the documents; with a group, those of the whole row."""
-        layout: PackedLayout | None = self.boundaries["packed_layout"]
-        if self.group is None or layout is None:
+        """Find the documents; with a group, those of the shard."""
+        layout: PackedLayout = self.boundaries["packed_layout"]
+        if self.group is None:
             layout = find_layout(
                 GivenDocuments(
                     self.batch,

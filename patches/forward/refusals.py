@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
 from flexvarlen.layout.labels import LABEL_COUNTS, why_not_ignore_index
-from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.attention.refuse_context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
@@ -158,7 +157,7 @@ def refuse_head_without_documents(forward: ForwardInputs) -> None:
         raise LostDocuments(HEAD_DROPPED_DOCUMENTS)
 
 
-def refuse_beside_tree(forward: ForwardInputs, layout: PackedLayout) -> None:
+def refuse_beside_tree(forward: ForwardInputs) -> None:
     """Refuse what has no meaning for tokens that stand for several samples.
 
     Raises:
@@ -194,9 +193,6 @@ def refuse_beside_tree(forward: ForwardInputs, layout: PackedLayout) -> None:
             "a packed_layout of trees cannot fill a cache; pass use_cache=False and no cache."
         )
     beside = {
-        "sequence_parallel_group, unless fv.shard_row made it": (
-            forward.group is not None and layout.shard is None
-        ),
         "images": forward.has_images,
         "a head that pools documents": forward.parts.head not in ("", *CAUSAL),
     }

@@ -1,11 +1,8 @@
 """Sequence parallelism in a patched model: checks of the group and of the forward's inputs.
 
-Each rank runs the model on its shard of one row; only in attention do the ranks exchange keys, or
-heads for tokens (`flexvarlen.parallel`). So nothing else may depend on a token's position in the
-row, and only the layout gives the documents: that of the shard, or to exchange heads that of the
-whole row.
-
-Shapes: P ranks, T tokens of the whole row, S = T/P of a shard.
+Each rank runs the model on its shard of one row; only in attention and recurrent layers do the
+ranks exchange anything (`flexvarlen.parallel`). So nothing else may depend on a token's position in
+the row, and only the layout of the shard gives the documents.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from torch import Tensor, nn
 
 from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS, tree_loss
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel.ulysses import shard_tokens
+from flexvarlen.parallel.sharded_layout import RowShard
 from flexvarlen.patches.forward.heads import user_loss
 from flexvarlen.patches.forward.inputs import CACHE_NAMES
 from flexvarlen.patches.models.heads import CAUSAL, PER_DOCUMENT, PER_ROW, PER_TOKEN
@@ -69,18 +66,15 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
                 "or generated; call fv.shard_row on a batch with packed_layout, or unpatch_model."
             )
     layout, (batch, row_tokens) = boundaries["packed_layout"], tokens.shape[:2]
-    if not isinstance(layout, PackedLayout):
+    if not isinstance(layout, PackedLayout) or layout.shard is None:
+        given = repr(layout) if isinstance(layout, PackedLayout) else type(layout).__name__
         raise ValueError(
-            "packed_layout must come with each rank's shard under sequence_parallel_group, a "
-            f"PackedLayout, got {type(layout).__name__}; call fv.shard_row on a batch that has one."
+            "packed_layout must be that of this rank's shard under sequence_parallel_group, got "
+            f"{given}; call fv.shard_row on a batch that has one, or run whole rows inside `with "
+            "fv.patched(model):`."
         )
-    _check_layout(layout, batch, row_tokens, tokens.device, group)
-    if forward.patch.batch_invariant and layout.shard is not None:
-        raise NotImplementedError(
-            "batch_invariant does not hold where documents are cut, at tokens that depend on their "
-            'neighbours; leave it out, or call fv.shard_row(..., method="ulysses").'
-        )
-    _check_attention(layout, forward.parts)
+    _check_layout(layout, layout.shard, batch, row_tokens, tokens.device, group)
+    _check_attention(layout.shard, forward.parts)
     _check_pooling(forward)
     for name in ("position_ids", "labels", "shift_labels", LABEL_COUNTS, SAMPLE_COUNTS):
         given = inputs.get(name)
@@ -105,8 +99,6 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
 def _set_positions(layout: PackedLayout, forward: ForwardInputs) -> None:
     """Build missing position_ids, and add the first position to those that count from 0."""
     positions = layout.position_ids() * layout.real_tokens()  # every table has 0, for padding
-    if layout.shard is None:
-        positions = shard_tokens(positions, forward.group)
     given: Tensor | None = forward.inputs.get("position_ids")
     position_ids = positions[None] if given is None else given
     first = forward.parts.first_position  # RoBERTa's is not 0
@@ -127,36 +119,35 @@ def _check_pooling(forward: ForwardInputs) -> None:
 
 
 def _check_layout(
-    layout: PackedLayout, batch: int, row_tokens: int, device: torch.device, group: ProcessGroup
+    layout: PackedLayout,
+    shard: RowShard,
+    batch: int,
+    row_tokens: int,
+    device: torch.device,
+    group: ProcessGroup,
 ) -> None:
-    """Raise unless the layout is that of this rank's shard, or of the whole row."""
-    size, shard = dist.get_world_size(group), layout.shard
-    covered = row_tokens * (size if shard is None else 1)
-    if batch != 1 or layout.total_tokens != covered or layout.device != device:
+    """Raise unless the layout is that of the tokens, and of this rank."""
+    if batch != 1 or layout.total_tokens != row_tokens or layout.device != device:
         raise ValueError(
-            f"packed_layout must cover the {row_tokens} tokens of each of {size} ranks on "
-            f"{device}, and input_ids be [1, {row_tokens}], got {layout.total_tokens} "
-            f"tokens on {layout.device} and {batch} rows; call fv.shard_row on the whole row, "
-            "padded to a multiple of the ranks, or run whole rows inside `with fv.patched(model):`."
+            f"packed_layout must cover the shard's {row_tokens} tokens on {device}, and input_ids "
+            f"be [1, {row_tokens}], got {layout.total_tokens} tokens on {layout.device} and "
+            f"{batch} rows; call fv.shard_row on the whole row."
         )
-    here = dist.get_rank(group), size
-    if shard is not None and (shard.rank, shard.ranks) != here:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if (shard.rank, shard.ranks) != (rank, ranks):
         raise ValueError(
-            f"packed_layout must be the shard of rank {here[0]} of {size}, got that of rank "
+            f"packed_layout must be the shard of rank {rank} of {ranks}, got that of rank "
             f"{shard.rank} of {shard.ranks}; call fv.shard_row with the group of the model."
         )
 
 
-def _check_attention(layout: PackedLayout, parts: ModelParts) -> None:
+def _check_attention(shard: RowShard, parts: ModelParts) -> None:
     """Raise unless the shard was made for the model's kinds of layers."""
-    shard = layout.shard
-    if parts.recurrent and (shard is None or shard.method == "documents"):
+    if parts.recurrent and shard.method == "documents":
         raise ValueError(
             "a model with recurrent layers must get the next tokens of the row on each rank, got "
             "another shard; call fv.shard_row(batch, group, **fv.shard_options(model))."
         )
-    if shard is None:
-        return
     for kind in parts.kinds:
         why = shard.why_not(causal=kind.causal, window=kind.window)
         if why is not None:

@@ -225,7 +225,7 @@ def refuse_beside_documents(forward: ForwardInputs, layout: PackedLayout) -> Non
     # Also where samples happen to share nothing, so that it does not depend on the batch.
     has_trees = layout.segments is not None or forward.inputs.get(LABEL_COUNTS) is not None
     if has_trees and forward.padded is None:
-        refuse_beside_tree(forward, layout)
+        refuse_beside_tree(forward)
 
 
 def set_positions(forward: ForwardInputs, layout: PackedLayout) -> None:
@@ -263,7 +263,7 @@ def mask_first_labels(forward: ForwardInputs, layout: PackedLayout) -> None:
     """
     if forward.parts.head in CAUSAL and layout.segments is None and layout.shard is None:
         first = unpredicted_tokens(layout)
-        mask_labels(forward.module, forward.inputs, first, forward.group, packs=forward.packs)
+        mask_labels(forward.module, forward.inputs, first, packs=forward.packs)
 
 
 ONE_DOCUMENT_PER_ROW = (

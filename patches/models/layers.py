@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.attention.check_arguments import check_numbers
 from flexvarlen.mask.spec import MaskSpec
-from flexvarlen.parallel.ulysses import heads_per_rank
 
 # As in transformers' config.layer_types.
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -147,11 +146,6 @@ class LayerKind(NamedTuple):
         """What attention computes, whatever the heads."""
         names = ("causal", "window", "chunk", "scale", "softcap", "sinks")
         return {name: getattr(self, name) for name in names}
-
-    def per_rank(self, ranks: int) -> LayerKind:
-        """The same with the heads of one of the ranks that a row is sharded over."""
-        heads, kv_heads = heads_per_rank(self.num_heads, self.num_kv_heads, ranks)
-        return self._replace(num_heads=heads, num_kv_heads=kv_heads)
 
     def call(
         self,

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flexvarlen.parallel.ulysses import shard_tokens
 from flexvarlen.patches.batch.positions import causal_positions
 
 if TYPE_CHECKING:
@@ -23,8 +22,7 @@ def own_temperature(
 ) -> Tensor:
     """Rescale queries from the scale of their position in the row to that in their document.
 
-    Unchanged in short rows and in layers with RoPE. With a group these are the queries of a shard
-    of S tokens.
+    Unchanged in short rows and in layers with RoPE. With a group these are the queries of a shard.
     """
     layout, group = context.layout, context.group
     floor_scale: Any = layer.floor_scale
@@ -32,13 +30,10 @@ def own_temperature(
     if layer.use_rope or longest < floor_scale:
         return q_THD
     in_row = torch.arange(q_THD.shape[0], device=q_THD.device) % row_tokens
-    batch = q_THD.shape[0] // row_tokens if group is None else 1
     if context.padded is None:
-        position_T = causal_positions(layout, batch)
+        position_T = causal_positions(layout, q_THD.shape[0] // row_tokens)
     else:
         position_T = context.padded.offsets_in_rows()[0]
-    if context.exchanges_heads:
-        position_T = shard_tokens(position_T, group)
 
     def scale(position_T: Tensor) -> Tensor:
         steps = torch.floor((position_T.float() + 1.0) / floor_scale)
