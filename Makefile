@@ -18,7 +18,7 @@ CORE := $(addprefix tests/patches/,test_names.py test_patch_undo.py test_acceler
 	forward/test_liger.py forward/test_replaced_forward.py models/test_gemma4.py \
 	models/test_image_masks.py models/test_vision_towers.py \
 	forward/test_compile_regions.py::test_the_model_that_regions_were_made_of_is_left_as_it_was) \
-	tests/parallel/test_ulysses.py tests/packing/test_sampler_accelerate.py \
+	tests/parallel/test_documents.py tests/packing/test_sampler_accelerate.py \
 	tests/packing/test_trainer_ranks.py tests/packing/test_trainer_columns.py \
 	tests/attention/test_traceable_operators.py \
 	tests/verify/isolation/test_isolation_trainer.py

@@ -34,7 +34,7 @@ from flexvarlen.parallel.trees import own_trees
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
 
-Method = Literal["documents", "contiguous", "ulysses"]
+Method = Literal["documents", "contiguous"]
 
 
 def shard_row(
@@ -56,8 +56,7 @@ def shard_row(
         method: "documents" keeps whole documents on one rank, and cuts at most P - 1 (more if not
             causal), whose keys the ranks exchange in attention; "contiguous" gives a rank T/P
             consecutive tokens, for models with recurrent layers, whose state passes from rank to
-            rank; "ulysses" too, and in attention the ranks exchange heads for tokens, so P must
-            divide the query heads.
+            rank.
         causal: False for a model with bidirectional attention, whose labels are the tokens' own.
         window: the widest sliding window of the model's layers, which see the tokens less than this
             many away. Without it those of causal layers receive all keys, and others raise.
@@ -69,7 +68,7 @@ def shard_row(
         unmasked labels; and with causal attention `shift_labels`, the label of each next token of
         the document (which another rank may have) or those given, masked where there is none. Of
         trees `num_items_in_batch` is the sum of `label_counts`. Numbers are returned unchanged.
-        `packed_layout` is that of the rank's own tokens; with "ulysses" that of the row.
+        `packed_layout` is that of the rank's own tokens.
 
     The losses of the ranks then sum to the mean loss over the whole row, and their gradients sum
     likewise. DDP averages gradients over ranks, so multiply the loss by the number of ranks.
@@ -80,7 +79,6 @@ def shard_row(
             hold different rows or documents (every rank raises, as a collective compares what they
             found), this process is not in the group, `method` is unknown, or `window` is not
             positive.
-        NotImplementedError: trees with method="ulysses".
 
     All ranks of the group call it. Syncs if tensors are on a device.
 
@@ -118,7 +116,7 @@ def shard_batch(
         As `shard_row`.
 
     Raises:
-        ValueError, NotImplementedError: as `shard_row`; but nothing compares the ranks' rows.
+        ValueError: as `shard_row`; but nothing compares the ranks' rows.
     """
     if not 0 <= rank < ranks:
         raise ValueError(
@@ -131,14 +129,7 @@ def shard_batch(
     _check_options(method, window)
     layout: PackedLayout = batch["packed_layout"]
     if _has_trees(batch):
-        if method == "ulysses":
-            raise NotImplementedError(
-                "shard_row does not cut trees, whose branches would end in other shards, got "
-                "method='ulysses'; leave it out, and each rank gets whole ones."
-            )
         here, own = own_trees(layout, _documents_of(layout), rank, ranks)
-    elif method == "ulysses":
-        here, own = torch.arange(layout.total_tokens).view(ranks, -1)[rank], layout
     else:
         contiguous = method == "contiguous"
         documents = _documents_of(layout)

@@ -38,7 +38,7 @@ def make_row(given: Given) -> Row:
     # Also where samples happen to share nothing, so that it does not depend on the batch.
     has_labels_of_trees = inputs.get(LABEL_COUNTS) is not None
     if padded is None and (layout.segments is not None or has_labels_of_trees):
-        check_tree_inputs(given, layout)
+        check_tree_inputs(given)
     position_ids = stages.positions(given, layout, several)
     targets = stages.targets(given, layout, several)
     fills_cache, use_cache = _cache_of_row(given, layout)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from flexvarlen.layout.labels import LABEL_COUNTS
-from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.given import Given
 from flexvarlen.patches.batch.positions import has_images
 from flexvarlen.patches.why_not import why_no_trees
 
 
-def check_tree_inputs(given: Given, layout: PackedLayout) -> None:
+def check_tree_inputs(given: Given) -> None:
     """Refuse what has no meaning for tokens that stand for several samples.
 
     Raises:
@@ -45,9 +44,6 @@ def check_tree_inputs(given: Given, layout: PackedLayout) -> None:
             "a packed_layout of trees cannot fill a cache; pass use_cache=False and no cache."
         )
     beside = {
-        "sequence_parallel_group, unless fv.shard_row made it": (
-            given.patch.sequence_parallel_group is not None and layout.shard is None
-        ),
         "images": has_images(inputs),
         "a head that pools documents": given.parts.head.labels not in ("", "next token"),
     }

@@ -13,14 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-import flexvarlen as fv
-from flexvarlen.bench.suites.training import (
-    ranks,
-    ranks_child,
-    row_attention,
-    scaling_ranks,
-    sequence,
-)
+from flexvarlen.bench.suites.training import ranks, ranks_child, scaling_ranks, sequence
 from flexvarlen.bench.suites.training.scaling_ranks_tables import efficiency_of
 from flexvarlen.bench.suites.training.trainer import fresh_accelerate
 from flexvarlen.parallel.plan import plan_row
@@ -156,14 +149,6 @@ def test_a_sequence_that_learns_from_half_the_row_is_wrong(one_rank, monkeypatch
     assert "in the first step" in reason
 
 
-@pytest.mark.parametrize("method", ["documents", "ulysses"])
-def test_attention_is_compared_and_timed(one_rank, method):
-    status, _, measures = measured("attention-2-several", method, ranks=1)
-    assert status == "ok"
-    assert measures["max_difference"] == 0
-    assert measures[f"{method}_ms"] > 0
-
-
 def test_a_row_over_two_ranks_is_timed_against_one():
     """The launch; of a row whose documents all fit nothing is exchanged."""
     found = scaling_ranks.launch(CASES["sequence-2-whole"], "sequence", CPU)
@@ -186,33 +171,6 @@ def test_the_rows_of_the_measures():
         assert (len(cut), max(cut), sum(cut)) == (10, 13_657, 65_536)
         assert plan_row(cut, count, total_tokens=65_536).cut_documents
         assert plan_row(whole, count, total_tokens=65_536).cut_documents == ()
-
-
-@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
-def test_ranks_that_answer_otherwise_are_wrong(name):
-    lengths = [30, 34]
-    layout = fv.PackedLayout.from_lengths(lengths)
-    inputs = [torch.randn(64, heads, 16) for heads in (4, 2, 2, 4)]
-
-    def attend(q_THD, k_THD, v_THD):
-        return fv.packed_attention(q_THD, k_THD, v_THD, layout, backend="sdpa")
-
-    right = row_attention._results(attend, inputs)
-    reasons = [
-        row_attention.compare(inputs, lengths, right, found, kv_head=0)[1]
-        for found in (
-            right,
-            replace(right, **{name: right.named()[name].roll(1, 0)}),
-            replace(right, **{name: changed_last_head(right.named()[name])}),
-        )
-    ]
-    assert reasons[0] is None
-    assert reasons[1].startswith(f"{name} of tokens")
-    assert reasons[2].startswith("the ranks differ from one GPU by")
-
-
-def changed_last_head(x):
-    return torch.cat([x[:, :-1], -x[:, -1:]], dim=1)
 
 
 def test_efficiency_is_against_one_gpu(tmp_path):

@@ -167,7 +167,7 @@ MUTATIONS = (
         "flexvarlen/parallel/shard.py",
         "shifted = shifted.masked_fill(in_no_loss.to(shifted.device), IGNORE_INDEX)",
         "shifted = shifted + 0",
-        "tests/parallel/test_ulysses.py",
+        "tests/parallel/test_shard.py",
     ),
     Mutation(
         "parallel: gradients of received keys are not returned",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3TextModel
@@ -137,7 +141,8 @@ class Model:
     """A model of `kind` trained for one step on this number of ranks.
 
     Attributes:
-        ddp: whether DDP adds up the gradients; after its first step it does so in another order.
+        wrapper: which adds up the gradients; DDP after its first step in another order.
+        prompt: tokens at the beginning of the row that have no label.
     """
 
     name: str
@@ -147,7 +152,8 @@ class Model:
     changes: dict[str, Any] = field(default_factory=dict)
     backend: str = "sdpa"
     checkpointing: bool = False
-    ddp: bool = False
+    wrapper: Literal["ddp", "fsdp"] | None = None
+    prompt: int = 0
 
     def new(self, **arguments: Any):
         model = new_model(self.kind, **self.changes).train()
@@ -164,25 +170,31 @@ class Model:
         batch = batch_of(ROWS[self.row])
         if self.kind in ENCODERS:  # labels of some tokens, also the first of a document
             batch["labels"][:, 1::3] = -100
+        batch["labels"][:, : self.prompt] = -100
         return batch
 
     def share(self, group: Any) -> dict[str, Any]:
         """Logits, loss and gradients of this rank; twice, to be bitwise equal."""
         model = called = self.new(sequence_parallel_group=group, deterministic=True)
-        if self.ddp:  # whose mean over the ranks is a part of the sum
+        if self.wrapper == "ddp":  # whose mean over the ranks is a part of the sum, as FSDP's
             called = DistributedDataParallel(model, process_group=group)
+        elif self.wrapper == "fsdp":
+            for module in (*model.model.layers, model):
+                fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
         numbered = self.batch() | {"tokens": torch.arange(TOKENS)[None]}
         shard = fv.shard_row(numbered, group, **fv.shard_options(called))
         here = shard.pop("tokens")[0]
         found = []
         for _ in range(2):
-            out = called(**shard)
             model.zero_grad()
+            out = called(**shard)
             out.loss.backward()
             gradients = {name: x.grad for name, x in model.named_parameters()}
+            if self.wrapper == "fsdp":
+                gradients = {name: x.full_tensor() for name, x in gradients.items()}
             found.append({"logits": out.logits.detach()[0], "loss": out.loss.detach(), **gradients})
         first, second = found
-        same = self.ddp or all(first[name].equal(second[name]) for name in first)
+        same = self.wrapper == "ddp" or all(first[name].equal(second[name]) for name in first)
         return {"found": first, "tokens": here, "same_bits": same}
 
 
@@ -195,6 +207,8 @@ MODELS = (
     Model("experts", "mixtral", 4, "long"),
     Model("latent_attention", "deepseek_v3", 2, "one"),
     Model("in_eight_ranks", "qwen3", 8, "mixed"),
+    Model("fsdp", "qwen3", 2, "mixed", backend="auto", wrapper="fsdp"),
+    Model("a_rank_without_labels", "llama", 3, "mixed", prompt=82),
     Model("encoder", "modernbert", 4, "mixed"),
     Model("encoder_with_a_table", "bert", 2, "one"),
     Model("encoder_without_position_0", "roberta", 3, "long"),
@@ -238,9 +252,9 @@ HYBRIDS = (
     hybrid("qwen3_5_moe_text", 2, "mixed"),
     hybrid("qwen3_next", 3, "one"),
     hybrid("olmo_hybrid", 4, "padded", checkpointing=True),
-    hybrid("kimi_linear", 4, "padded", ddp=True),
+    hybrid("kimi_linear", 4, "padded", wrapper="ddp"),
     hybrid("mamba2", 4, "long"),
-    hybrid("bamba", 3, "edge", checkpointing=True, ddp=True),
+    hybrid("bamba", 3, "edge", checkpointing=True, wrapper="ddp"),
     hybrid("granitemoehybrid", 2, "long"),
     hybrid("falcon_h1", 2, "one"),
     hybrid("nemotron_h", 4, "mixed"),
@@ -281,6 +295,28 @@ def graphs(name: str, group: Any) -> dict[str, Any]:
         loss.backward()
         errors.append(float((loss - eager(**shard).loss).abs()))
     return {"count": counters["stats"]["unique_graphs"], "errors": errors}
+
+
+def copies(group: Any) -> dict[str, Any]:
+    """What copies of a patched model do with a shard, and the model itself with whole rows."""
+    batch = batch_of(ROWS["long"])
+    model = fv.patch_model(new_model("llama"), "sdpa", sequence_parallel_group=group)
+    shard = fv.shard_row(batch, group)
+    logits = model(**shard).logits
+    same = copy.deepcopy(model)(**shard).logits.equal(logits)
+    with fv.patched(model):
+        whole = fv.verify_isolation(model, batch).gradients
+        generated = model.generate(shard["input_ids"], max_new_tokens=2).shape[1]
+    again = model(**shard).logits.equal(logits)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=False)(**shard)
+    except ValueError as error:
+        said = str(error)
+    found = {"copy": same, "again": again, "whole": whole, "generated": generated - TOKENS // 2}
+    return found | {"pickle": said}
 
 
 def rounded_once(group: Any) -> torch.Tensor:

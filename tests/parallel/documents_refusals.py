@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import BertForSequenceClassification, BertModel
+from transformers import BertForSequenceClassification, BertModel, LlamaForTokenClassification
 
 import flexvarlen as fv
 from flexvarlen.parallel.documents import documents_attention
@@ -15,6 +15,10 @@ from flexvarlen.parallel.sharded_layout import sharded_layout
 from tests.parallel.documents_rows import ROWS, TOKENS, TREES, batch_of, tree_samples
 from tests.parallel.failed_refusals import failed_refusals
 from tests.tiny_models import new_model
+
+OF_SHARD = "packed_layout must be that of this rank's shard under sequence_parallel_group"
+OUT = "must be left out under sequence_parallel_group"
+OVER_TEXT = "a model with sequence_parallel_group must be over text"
 
 
 def refusals(group: Any) -> dict[str, str]:
@@ -26,12 +30,18 @@ def refusals(group: Any) -> dict[str, str]:
     model, alone = new_model("llama"), fv.patch_model(new_model("llama"))
     fv.patch_model(model, sequence_parallel_group=group)
     mixing = fv.patch_model(new_model("lfm2"), sequence_parallel_group=group)
-    invariant = fv.patch_model(
-        new_model("llama"), batch_invariant=True, sequence_parallel_group=group
-    )
-    by_heads = fv.shard_row(batch, group, method="ulysses")
+    experts = fv.patch_model(new_model("mixtral"), sequence_parallel_group=group)
+    dropping = new_model("llama", attention_dropout=0.1).train()
+    fv.patch_model(dropping, sequence_parallel_group=group)
+    losing = fv.patch_model(new_model("llama"), sequence_parallel_group=group)
+    losing.loss_function = lambda logits, labels, vocab_size, **more: logits.sum() / labels.numel()
+    tagger = LlamaForTokenClassification(losing.config)
+    fv.patch_model(tagger, sequence_parallel_group=group)
     plan = plan_row(ROWS["long"], 2, total_tokens=TOKENS)
     ids, others = shard["input_ids"], sharded_layout(plan, 1 - rank)
+    unlabeled = {"input_ids": ids, "packed_layout": own}
+    same = f"batch must be the same row on every rank of the group, got another on rank {1 - rank}"
+    other_documents = fv.PackedLayout.from_lengths([60 + rank, 60 - rank])
     of_encoder = fv.shard_row(batch, group, causal=False)
     both_ways = of_encoder["packed_layout"]
     bert, modernbert = new_model("bert"), new_model("modernbert")
@@ -47,7 +57,41 @@ def refusals(group: Any) -> dict[str, str]:
     def attend(layout: Any, **options: Any) -> None:
         documents_attention(x, x, x, layout, group=group, **options)
 
+    def patch(kind: str, group: Any = group, *, batch_invariant: bool = False, **changes: Any):
+        made = new_model(kind, **changes)
+        fv.patch_model(made, batch_invariant=batch_invariant, sequence_parallel_group=group)
+
     calls = {
+        "no layout on a rank": (
+            "batch must have its documents as packed_layout, a PackedLayout, got NoneType",
+            lambda: fv.shard_row(batch if rank else {"input_ids": batch["input_ids"]}, group),
+        ),
+        "other tokens on a rank": (
+            same,
+            lambda: fv.shard_row(batch | {"input_ids": batch["input_ids"] + rank}, group),
+        ),
+        "other documents on a rank": (
+            same,
+            lambda: fv.shard_row(batch | {"packed_layout": other_documents}, group),
+        ),
+        "other weights on a rank": (
+            same,
+            lambda: fv.shard_row(
+                batch | {"weights": torch.full((1, TOKENS), rank).bfloat16()}, group
+            ),
+        ),
+        "another count on a rank": (
+            same,
+            lambda: fv.shard_row(batch | {"num_items_in_batch": rank}, group),
+        ),
+        "other options on a rank": (
+            "the options must be the same on every rank of the group, {'method': 'documents', ",
+            lambda: fv.shard_row(batch, group, causal=rank > 0),
+        ),
+        "a group of others": (
+            "group must be one that this process is in",
+            lambda: fv.shard_row(batch, dist.GroupMember.NON_GROUP_MEMBER),
+        ),
         "whole row": ("layout must be the shard of rank", lambda: attend(whole)),
         "prefix": (
             "documents_attention has no prefix; leave it out",
@@ -146,16 +190,80 @@ def refusals(group: Any) -> dict[str, str]:
             "packed_layout must be the shard of rank",
             lambda: model(ids, packed_layout=others),
         ),
-        "cache": (
-            "use_cache must be left out under sequence_parallel_group",
-            lambda: model(ids, packed_layout=own, use_cache=True),
+        "no layout": (f"{OF_SHARD}, got NoneType", lambda: model(ids)),
+        "lengths for a layout": (f"{OF_SHARD}, got list", lambda: model(ids, packed_layout=[60])),
+        "layout of the row": (
+            f"{OF_SHARD}, got PackedLayout(3 documents of 100, 1, 19 tokens, total_tokens=120",
+            lambda: model(ids, packed_layout=whole),
+        ),
+        "plain layout of the shard's size": (
+            f"{OF_SHARD}, got PackedLayout(1 documents of 60 tokens",
+            lambda: model(ids, packed_layout=fv.PackedLayout.from_lengths([60])),
+        ),
+        "one token too few": (
+            "packed_layout must cover the shard's 59 tokens on cpu",
+            lambda: model(ids[:, 1:], packed_layout=own),
+        ),
+        "two rows": (
+            "packed_layout must cover the shard's 30 tokens on cpu",
+            lambda: model(ids.view(2, -1), packed_layout=own),
+        ),
+        "attention_mask": (
+            f"attention_mask {OUT}",
+            lambda: model(**unlabeled, attention_mask=torch.ones_like(ids)),
+        ),
+        "attention_mask without a layout": (
+            f"attention_mask {OUT}",
+            lambda: model(ids, attention_mask=torch.ones_like(ids)),
+        ),
+        "cu_seq_lens": (
+            f"cu_seq_lens_q {OUT}",
+            lambda: model(ids, cu_seq_lens_q=own.cu_seqlens),
+        ),
+        "seq_idx": (f"seq_idx {OUT}", lambda: model(**unlabeled, seq_idx=torch.zeros_like(ids))),
+        "cache": (f"use_cache {OUT}", lambda: model(**unlabeled, use_cache=True)),
+        "logits_to_keep": (f"logits_to_keep {OUT}", lambda: model(**unlabeled, logits_to_keep=1)),
+        "generate": (
+            (f"cache {OUT}", f"past_key_values {OUT}"),
+            lambda: model.generate(ids, max_new_tokens=2),
+        ),
+        "positions of the row": (
+            "position_ids must be those of the shard",
+            lambda: model(**unlabeled, position_ids=torch.arange(TOKENS)[None]),
         ),
         "labels not shifted": (
             "labels of a shard must come with shift_labels",
-            lambda: model(ids, packed_layout=own, labels=ids),
+            lambda: model(**unlabeled, labels=ids, num_items_in_batch=9),
+        ),
+        "mean of the shard": (
+            "labels of a shard must come with shift_labels",
+            lambda: model(**unlabeled, labels=ids, shift_labels=ids),
+        ),
+        "loss_function without shift_labels": (
+            "model.loss_function must have parameters shift_labels and num_items_in_batch",
+            lambda: losing(**shard),
+        ),
+        "token classification": (
+            "labels must be next tokens under sequence_parallel_group",
+            lambda: tagger(**shard),
+        ),
+        "auxiliary loss": (
+            "output_router_logits must be False",
+            lambda: experts(**unlabeled, output_router_logits=True),
+        ),
+        "auxiliary loss in the config": (
+            "output_router_logits must be False",
+            lambda: patch("mixtral", output_router_logits=True),
+        ),
+        "dropout": ("attention dropout must be 0", lambda: dropping(**unlabeled)),
+        "images": (OVER_TEXT, lambda: patch("qwen2_vl")),
+        "longrope": (OVER_TEXT, lambda: patch("phi3")),
+        "group": (
+            "sequence_parallel_group must be a torch.distributed ProcessGroup",
+            lambda: patch("llama", "sp"),
         ),
         "row of trees": (
-            "a packed_layout of trees is not supported with sequence_parallel_group",
+            f"{OF_SHARD}, got PackedLayout(1 tree of 3 segments",
             lambda: model(ids, packed_layout=tree),
         ),
         "label_counts without num_items_in_batch": (
@@ -166,17 +274,13 @@ def refusals(group: Any) -> dict[str, str]:
             "a model with recurrent layers must get the next tokens of the row",
             lambda: mixing(**shard),
         ),
-        "hybrid by heads": (
-            "a model with recurrent layers must get the next tokens of the row",
-            lambda: mixing(**by_heads),
-        ),
         "hybrid, nothing cut": (
             "a model with recurrent layers must get the next tokens of the row",
             lambda: mixing(**fv.shard_row(batch_of((60, 60)), group)),
         ),
         "batch_invariant": (
-            "batch_invariant does not hold where documents are cut",
-            lambda: invariant(**shard),
+            "batch_invariant must be False with a sequence_parallel_group, got True",
+            lambda: patch("llama", batch_invariant=True),
         ),
     }
     return failed_refusals(calls)

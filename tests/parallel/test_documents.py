@@ -13,6 +13,7 @@ from tests.parallel.documents_ranks import (
     HYBRIDS,
     MODELS,
     WORLD,
+    copies,
     embedded,
     embedding_model,
     graphs,
@@ -126,6 +127,12 @@ def test_one_graph_for_rows_of_equal_bounds(shares, name):
     for found in shares(2, graphs, name):
         assert found["count"] == 1
         assert max(found["errors"]) < 1e-6
+
+
+def test_a_copy_keeps_the_group_and_a_pickle_leaves_it_out(shares):
+    for found in shares(2, copies):
+        assert "must get its documents from the model's own" in found.pop("pickle")
+        assert found == {"copy": True, "again": True, "whole": "bits", "generated": 2}
 
 
 def test_refused_calls(shares):

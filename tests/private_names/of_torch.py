@@ -66,15 +66,7 @@ TORCH = (
     Name("torch._functorch._aot_autograd.schemas.ViewAndMutationMeta.bw_donated_idxs", _FLEX),
     Name("torch._inductor.cudagraph_trees.CUDAGraphNode._record", "layout/launch_sizes.py"),
     Name("torch._inductor.utils.fresh_cache", "verify/compare/check.py"),
-    Name(
-        "torch.distributed._functional_collectives.all_to_all_single_autograd",
-        "parallel/ulysses.py",
-        takes="group",
-    ),
-    Name(
-        "torch.distributed._functional_collectives.wait_tensor",
-        "parallel/gather_keys.py parallel/ulysses.py",
-    ),
+    Name("torch.distributed._functional_collectives.wait_tensor", "parallel/gather_keys.py"),
     Name(
         "torch.distributed.distributed_c10d._resolve_process_group", "recurrent/adjacent_ranks.py"
     ),

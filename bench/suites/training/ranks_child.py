@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.utilisation import taken_for
 from flexvarlen.bench.suites.training import ranks, scaling_ranks, texts
-from flexvarlen.bench.suites.training.row_attention import measure_attention
 from flexvarlen.bench.suites.training.sequence import measure_sequence
 from flexvarlen.bench.suites.training.shared_trainer import measure_trainer
 from flexvarlen.bench.suites.training.texts import pack
@@ -66,7 +65,6 @@ def join(kind: str) -> torch.device:
 def measured(variant: str, case: scaling_ranks.RanksCase, device: torch.device) -> ranks.Measured:
     """What one variant gave."""
     measure: dict[type, Callable[..., ranks.Measured]] = {
-        scaling_ranks.AttentionCase: measure_attention,
         scaling_ranks.SequenceCase: measure_sequence,
         scaling_ranks.SharedTrainerCase: measure_trainer,
         scaling_ranks.TrainingCase: measure_training,

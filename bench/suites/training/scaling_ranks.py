@@ -4,9 +4,8 @@
                 in a shuffled order or in `BalancedSampler`'s. The rows are the same whatever the
                 number of ranks: Python's help topics in random order, cut where a row ends. FSDP2
                 shards each layer and the rest.
-    documents, ulysses    attention over one long row, cut by documents or by heads, against one GPU
-    sequence, sequence-ulysses    the same of a whole model; also training on one document that does
-                not fit on one GPU
+    sequence    a whole model on one row over all ranks, against one GPU; also training on one
+                document that does not fit on one GPU
     trainer, sft    Trainer and SFTTrainer under FSDP2, all ranks on one row, by one line
 
 Each measurement is a launch of torchrun with one of `ranks_child`'s functions on every rank.
@@ -78,23 +77,6 @@ class TrainingCase(RanksCase, GeometryCase):
 
 
 @dataclass(frozen=True)
-class AttentionCase(RanksCase):
-    """Attention over one row of log-normal documents, or of one if the mean is all its tokens."""
-
-    tokens: int = 262_144
-    mean_doc: int = 32_768
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-
-    kinds: ClassVar[tuple[str, ...]] = ("documents", "ulysses")
-
-    @property
-    def name(self) -> str:
-        return f"attention-{self.ranks}-{'one' if self.mean_doc == self.tokens else 'several'}"
-
-
-@dataclass(frozen=True)
 class SequenceCase(RanksCase, GeometryCase):
     """A whole model trained on one row over all ranks.
 
@@ -114,7 +96,7 @@ class SequenceCase(RanksCase, GeometryCase):
     steps: int = 3
     checkpointing: bool = True
 
-    kinds: ClassVar[tuple[str, ...]] = ("sequence", "sequence-ulysses")
+    kinds: ClassVar[tuple[str, ...]] = ("sequence",)
 
     @property
     def name(self) -> str:
@@ -148,11 +130,9 @@ class SharedTrainerCase(RanksCase, GeometryCase):
         return f"trainer-{self.ranks}"
 
 
-LaunchedCase = TrainingCase | AttentionCase | SequenceCase | SharedTrainerCase
+LaunchedCase = TrainingCase | SequenceCase | SharedTrainerCase
 CASES: dict[str, type[LaunchedCase]] = {
-    kind: each
-    for each in (TrainingCase, AttentionCase, SequenceCase, SharedTrainerCase)
-    for kind in each.kinds
+    kind: each for each in (TrainingCase, SequenceCase, SharedTrainerCase) for kind in each.kinds
 }
 """The kind of case by variant."""
 
@@ -163,21 +143,21 @@ class ScalingRanks(Suite[LaunchedCase]):
     name: ClassVar[str] = "scaling-ranks"
 
     def cases(self, options: Options) -> Sequence[LaunchedCase]:
-        training, attention, sequence = TrainingCase(), AttentionCase(), SequenceCase()
-        one: dict[str, Any] = {"tokens": 131_072, "mean_doc": 131_072}
+        training, sequence, shared = TrainingCase(), SequenceCase(), SharedTrainerCase()
         row: dict[str, Any] = {"document": 65_536, "layers": 14}
         hybrid: dict[str, Any] = {"geometry": "qwen3.5-2b", "layers": 12, "document": 65_536}
-        shared = SharedTrainerCase()
         if options.quick:
-            tiny: dict[str, Any] = {"dtype": "float32", "backend": "sdpa"}
-            model = {**tiny, "geometry": "qwen3-tiny", "layers": 2, "tokens": 96}
-            heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+            model: dict[str, Any] = {
+                "dtype": "float32",
+                "backend": "sdpa",
+                "geometry": "qwen3-tiny",
+                "layers": 2,
+                "tokens": 96,
+            }
             training = replace(training, **model, timed_rows=4, warmup=1)
-            attention = replace(attention, **tiny, **heads, tokens=256, mean_doc=60)
             sequence = replace(sequence, **model, document=160, steps=2)
             shared = replace(shared, **model, steps=2)
-            one, row = {"mean_doc": 256}, {}
-            hybrid = {"geometry": "qwen3.5-tiny"}
+            row, hybrid = {}, {"geometry": "qwen3.5-tiny"}
         several = [ranks for ranks in RANKS if 1 < ranks <= (2 if options.quick else 4)]
         return [
             training,
@@ -185,11 +165,6 @@ class ScalingRanks(Suite[LaunchedCase]):
                 replace(training, ranks=ranks, order=order)
                 for ranks in several
                 for order in ("shuffled", "balanced")
-            ),
-            *(
-                replace(attention, ranks=ranks, **changes)
-                for ranks in several
-                for changes in ({}, one)
             ),
             *(replace(sequence, ranks=ranks) for ranks in (1, *several)),
             *(replace(shared, ranks=ranks) for ranks in (1, *several)),
@@ -202,8 +177,7 @@ class ScalingRanks(Suite[LaunchedCase]):
         ]
 
     def variants(self, case: LaunchedCase, options: Options) -> Sequence[str]:
-        compared = not isinstance(case, SequenceCase) or (case.row == "cut" and not case.hybrid)
-        return case.kinds if compared else case.kinds[:1]
+        return case.kinds
 
     def measure(self, case: LaunchedCase, variants: Sequence[str], options: Options) -> Findings:
         require_known(variants, case.kinds)

@@ -14,16 +14,13 @@ from flexvarlen.report.table import NOTHING, Column, Table
 
 NAMES = {"ddp": "DDP", "fsdp2": "FSDP2"}
 TRAINERS = {"trainer": "Trainer", "sft": "SFTTrainer"}
-CUT_BY = {"documents": "documents", "sequence": "documents"}
-"""How the row of a variant is cut; the others exchange heads."""
 COLORS = {"shuffled": "#56B4E9", "balanced": "#0072B2"}
 
 
 def groups_of(records: Sequence[Record], *variants: str) -> list[list[Record]]:
-    """Records of these variants on one model, which differ in rows, ranks, order and heads."""
+    """Records of these variants on one model, which differ in rows, ranks and order."""
     own = [r for r in records if r.case["variant"] in variants]
-    of_attention = ("tokens", "mean_doc") if "ulysses" in variants else ()
-    return records_alike(own, ("variant", "order", "ranks", "num_heads", "row", *of_attention))
+    return records_alike(own, ("variant", "order", "ranks", "row"))
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -31,7 +28,6 @@ def tables(records: Sequence[Record]) -> list[Table]:
     one = [r for r in records if r.case.get("row", "one") == "one"]
     groups = (
         (training_table, groups_of(one, *NAMES)),
-        (attention_table, groups_of(one, "documents", "ulysses")),
         (sequence_table, groups_of(one, "sequence")),
     )
     others = [make(group) for make, found in groups for group in found]
@@ -41,7 +37,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 def page_tables(records: Sequence[Record]) -> list[Table]:
     """Models and trainers on rows over all ranks; a chart shows those with rows of their own."""
     compared = [r for r in records if r.case.get("row", "one") != "one"]
-    rows = groups_of(compared, "sequence", "sequence-ulysses")
+    rows = groups_of(compared, "sequence")
     return [*map(row_table, rows), *map(trainer_table, groups_of(records, *TRAINERS))]
 
 
@@ -98,53 +94,10 @@ ROW = made("tokens of the row", _row, outcome=True)
 
 
 def _method(record: Record) -> str:
-    if is_hybrid(record.case.get("geometry", "")):
-        return "the row's order"
-    return CUT_BY.get(record.case["variant"], "heads (Ulysses)")
+    return "the row's order" if is_hybrid(record.case["geometry"]) else "documents"
 
 
 METHOD = Column("split by", _method)
-
-
-def attention_table(records: Sequence[Record]) -> Table:
-    """Attention alone."""
-
-    def both(record: Record, which: str) -> str:
-        names = f"single_{which}ms", f"{record.case['variant']}_{which}ms"
-        return " → ".join(f"{record.measures[name]:.1f}" for name in names)
-
-    def speed_up(record: Record) -> float:
-        measures = record.measures
-        return float(measures["single_ms"] / measures[f"{record.case['variant']}_ms"])
-
-    def error(record: Record) -> str:
-        m = record.measures
-        names = ("out", "dq", "dk", "dv")
-        return f"{max(m[f'error_{n}'] / m[f'single_error_{n}'] for n in names):.2f}"
-
-    def order(record: Record) -> tuple[object, ...]:
-        case = record.case
-        return -case["tokens"], -case["num_heads"], case["ranks"], case["variant"]
-
-    columns = [
-        ROW,
-        Column("heads / KV heads", lambda r: f"{r.case['num_heads']} / {r.case['num_kv_heads']}"),
-        GPUS,
-        METHOD,
-        made("forward ms, one GPU → all", partial(both, which="forward_")),
-        made("forward + backward ms", partial(both, which="")),
-        made("efficiency", lambda r: f"{speed_up(r) / r.case['ranks']:.0%}"),
-        made("error ÷ single-GPU error", error),
-    ]
-    case, where = records[0].case, records[0].environment
-    title = (
-        f"Attention over one row, head_dim {case['head_dim']}, `{case['backend']}`, "
-        f"{case['dtype']}; {ran_on(where)}{commits_of(records)}"
-    )
-    note = (
-        "Errors against sampled documents alone in fp64, the worst of the output and the gradients."
-    )
-    return Table.of(sorted(records, key=order), columns, title, notes=[note])
 
 
 def row_table(records: Sequence[Record]) -> Table:

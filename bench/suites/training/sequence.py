@@ -38,8 +38,6 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
     model = ranks.patched_model(case, device, sequence_parallel_group=dist.group.WORLD)
     wrapped = ranks.data_parallel(model, device)
     method: Method = "contiguous" if case.hybrid else "documents"
-    if variant == "sequence-ulysses":
-        method = "ulysses"
     loss = _step(wrapped, _shard(row, method, device))
     measures, reason = check_first_step(first, model, float(loss))
     reason = ranks.first_reason(reason)
@@ -61,10 +59,10 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
         "cut_documents": len(plan.cut_documents),
     }
     row = send_to_device(texts.pack(case.document, [documents])(documents), device)
-    whole = shard_batch(row, rank=0, ranks=1, method="ulysses")
+    whole = shard_batch(row, rank=0, ranks=1, method="contiguous")
+    whole["packed_layout"] = row["packed_layout"]
     shard = _shard(documents, method, device)
-    if method != "ulysses":
-        measures["exchanged_tokens"] = _exchanged_tokens(shard["packed_layout"])
+    measures["exchanged_tokens"] = _exchanged_tokens(shard["packed_layout"])
     return "ok", None, measures | _against_one(case, model, whole, shard, device)
 
 
