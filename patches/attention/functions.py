@@ -85,7 +85,9 @@ def _attention_function(backend: str) -> Attention:
         batch, heads, row_tokens, head_dim = query.shape
         _check_tokens(context, batch, row_tokens, key.shape[2])
         sinks: Tensor | None = kwargs.get("s_aux")
-        v_dim, chunk = value.shape[3], chunk_of(module, context.chunk_size)
+        v_dim, chunk = value.shape[3], context.chunk_size
+        if chunk is not None:
+            chunk = chunk_of(module, chunk)
         own = module.__dict__
         if sliding_window is None and own.get("is_sliding", True):
             sliding_window = own.get("sliding_window")  # Qwen2-MoE does not pass it on

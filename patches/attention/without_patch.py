@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
+from flexvarlen.patches.attention.context_parallel import why_not_sharded
 from flexvarlen.patches.attention.packed_forward import PackedForward, Unpacked
-from flexvarlen.patches.attention.refuse_context_parallel import refuse_context_parallel
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
 from flexvarlen.patches.batch.unpacked_rows import OTHER_KEYS, check_one_document
 from flexvarlen.patches.batch.unsupported_keywords import refuse_unread
@@ -38,7 +38,8 @@ def refuse_by_name(attention_mask: Any, kwargs: dict[str, Any]) -> None:
         ValueError: documents are given under an unsupported name or in an unsupported form.
         NotImplementedError: another library shards the tokens of a row.
     """
-    refuse_context_parallel()
+    if (why := why_not_sharded()) is not None:
+        raise NotImplementedError(why)
     refuse_unread(kwargs, attention_mask)
 
 

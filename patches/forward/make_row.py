@@ -18,7 +18,8 @@ from flexvarlen.patches.batch.row import Row
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.heads import user_loss
 from flexvarlen.patches.forward.recurrent_layers import compiles_at_once
-from flexvarlen.patches.forward.trees import check_tree_inputs
+from flexvarlen.patches.forward.refusals import refuse
+from flexvarlen.patches.forward.trees import TREES
 from flexvarlen.patches.models.layers import dtype_of_queries, is_compiled_by_layer
 from flexvarlen.patches.state import Patch
 
@@ -38,7 +39,7 @@ def make_row(given: Given) -> Row:
     # Also where samples happen to share nothing, so that it does not depend on the batch.
     has_labels_of_trees = inputs.get(LABEL_COUNTS) is not None
     if padded is None and (layout.segments is not None or has_labels_of_trees):
-        check_tree_inputs(given)
+        refuse(given, TREES)
     position_ids = stages.positions(given, layout, several)
     targets = stages.targets(given, layout, several)
     fills_cache, use_cache = _cache_of_row(given, layout)

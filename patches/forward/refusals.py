@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
 from flexvarlen.layout.labels import why_not_ignore_index
-from flexvarlen.patches.attention.refuse_context_parallel import refuse_context_parallel
+from flexvarlen.patches.attention.context_parallel import why_not_sharded
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.batch.unsupported_keywords import refuse_unread
 from flexvarlen.patches.models.layers import text_config_of
 from flexvarlen.patches.state import Patch
 from flexvarlen.upstream import required
+
+
+class Refusal(NamedTuple):
+    """What a forward refuses.
+
+    Attributes:
+        when: what was given -> whether it is refused; or a text, which is `{got}` of the sentence.
+        sentence: of the error.
+        error: NotImplementedError for what is right elsewhere.
+    """
+
+    when: Callable[[Given], bool | str | None]
+    sentence: str
+    error: type[Exception] = ValueError
+
+
+def refuse(given: Given, table: tuple[Refusal, ...]) -> None:
+    """Raise the first refusal of a table that holds."""
+    for when, sentence, error in table:
+        got = when(given)
+        if got:
+            raise error(sentence.format(got=got))
+
 
 TEXT_ALONE = ("gemma3", "gemma4", "mistral3")
 _IMAGES = (
@@ -32,7 +56,8 @@ def check_inputs(module: Any, patch: Patch, inputs: Inputs, tokens: Tensor) -> N
 
     The values of labels are not read: torch raises where one is neither a class nor -100.
     """
-    refuse_context_parallel()
+    if (why := why_not_sharded()) is not None:
+        raise NotImplementedError(why)
     refuse_unread(inputs, inputs.get("attention_mask"), type(module))
     if "ignore_index" in inputs and (why := why_not_ignore_index(inputs["ignore_index"])):
         raise ValueError(why)
@@ -48,26 +73,28 @@ def check_inputs(module: Any, patch: Patch, inputs: Inputs, tokens: Tensor) -> N
         )
 
 
+# Gemma's attention is bidirectional inside an image. That mask does not follow from documents and
+# causality alone: the placeholder that a patched model passes would silently drop it. Mistral 3's
+# images are not verified.
+IMAGES = (
+    Refusal(
+        lambda given: next((name for name in _IMAGES if _has(given.inputs.get(name))), None),
+        "token_type_ids, images, video and sound must be left out of the batches of a patched "
+        "model whose text alone is packed (inside an image attention may be bidirectional), got "
+        "{got}; remove it where a batch has none, or call unpatch_model and use the model's own "
+        "attention, one document per row.",
+        NotImplementedError,
+    ),
+)
+
+
+def _has(x: Any) -> bool:
+    return x is not None and (isinstance(x, Tensor) or any(x.values()))
+
+
 def refuse_images(given: Given) -> Given:
-    """Refuse a forward with images, in a model whose text alone is packed.
-
-    Gemma's attention is bidirectional inside an image. That mask does not follow from documents and
-    causality alone: the placeholder that a patched model passes would silently drop it. Mistral 3's
-    images are not verified.
-
-    Raises:
-        NotImplementedError: it has images, or token_type_ids that mark them.
-    """
-    for name in _IMAGES:
-        x = given.inputs.get(name)
-        if x is not None and (isinstance(x, Tensor) or any(x.values())):
-            raise NotImplementedError(
-                "token_type_ids, images, video and sound must be left out of the batches of a "
-                "patched model whose text alone is packed (inside an image attention may be "
-                f"bidirectional), got a {given.parts.model_config.model_type} batch with "
-                f"{name}; remove them where a batch has none, or call unpatch_model and use the "
-                "model's own attention, one document per row."
-            )
+    """Refuse a forward with images, in a model whose text alone is packed."""
+    refuse(given, IMAGES)
     return given
 
 

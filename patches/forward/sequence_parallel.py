@@ -11,15 +11,14 @@ import inspect
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.sharded_layout import RowShard
 from flexvarlen.patches.batch.given import CACHE_NAMES, Given
 from flexvarlen.patches.forward.heads import user_loss
+from flexvarlen.patches.forward.refusals import Refusal, refuse
 from flexvarlen.patches.forward.router import returns_router_logits
-from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.why_not import ROUTER_LOGITS_OF_A_SHARD
 
 
@@ -33,150 +32,200 @@ def check_group(group: Any) -> None:
         )
 
 
-_OF_WHOLE_ROWS = ("attention_mask", *CACHE_NAMES, "use_cache", "logits_to_keep")
-
-
 def shard_of_row(given: Given) -> Given:
     """Check the arguments of a forward on a shard, and build missing position_ids.
 
     Raises:
-        ValueError: documents are given by anything but the layout; the layout is not that of the
-            shard, or is for another kind of layers; other tensors are not those of the shard; or
-            the loss would be a mean over this rank alone.
-        NotImplementedError: the loss of a router, or of a head that pools documents.
+        ValueError, NotImplementedError: see `SHARDS`.
 
     Reads shapes only. That all ranks hold the same layout is checked by `shard_row`, not here.
     """
-    inputs, parts = given.inputs, given.parts
-    others = {name: x for name, x in given.boundaries.items() if name != "packed_layout"}
-    others |= {name: inputs.get(name) for name in _OF_WHOLE_ROWS}
-    for name, x in others.items():
-        if x is not None and not (isinstance(x, int) and x == 0):
-            raise ValueError(
-                f"{name} must be left out under sequence_parallel_group, got it with a shard of a "
-                "row: packed_layout alone gives its documents and padding, and nothing is cached "
-                "or generated; call fv.shard_row on a batch with packed_layout, or unpatch_model."
-            )
-    layout = given.boundaries["packed_layout"]
-    if not isinstance(layout, PackedLayout) or layout.shard is None:
-        got = repr(layout) if isinstance(layout, PackedLayout) else type(layout).__name__
-        raise ValueError(
-            "packed_layout must be that of this rank's shard under sequence_parallel_group, got "
-            f"{got}; call fv.shard_row on a batch that has one, or run whole rows inside `with "
-            "fv.patched(model):`."
-        )
-    _check_layout(layout, layout.shard, given)
-    _check_attention(layout.shard, parts)
-    _check_pooling(given)
-    row_tokens = given.shape[1]
-    for name in ("position_ids", "labels", "shift_labels", LABEL_COUNTS, SAMPLE_COUNTS):
-        x = inputs.get(name)
-        if x is not None and x.shape != (1, row_tokens):
-            raise ValueError(
-                f"{name} must be those of the shard, [1, {row_tokens}], got {list(x.shape)}; "
-                "call fv.shard_row on the whole row."
-            )
-    if inputs.get("labels") is not None:
-        _check_loss(given)
-    if returns_router_logits(given):
-        raise NotImplementedError(ROUTER_LOGITS_OF_A_SHARD)
+    refuse(given, SHARDS)
+    inputs, layout = given.inputs, given.boundaries["packed_layout"]
     if layout.segments is None and inputs.get(LABEL_COUNTS) is None:
-        positions = _positions(layout, inputs.get("position_ids"), parts.first_position)
-        given = given._replace(inputs=inputs | {"position_ids": positions})
-    elif inputs.get(LABEL_COUNTS) is not None and inputs.get("num_items_in_batch") is None:
-        raise ValueError(
-            "label_counts of a shard must come with num_items_in_batch, the labels of the whole "
-            "row, got none; call fv.shard_row, which counts them."
-        )
-    return given._replace(layout=layout)
+        positions = layout.position_ids() * layout.real_tokens()  # every table has 0, for padding
+        position_ids = inputs.get("position_ids")
+        if position_ids is None:
+            position_ids = positions[None]
+        first = given.parts.first_position  # RoBERTa's is not 0
+        if first:
+            position_ids = position_ids + first * (position_ids[:, :1] == positions[:1])
+        inputs = inputs | {"position_ids": position_ids}
+    return given._replace(inputs=inputs, layout=layout)
 
 
-def _positions(layout: PackedLayout, given: Tensor | None, first: int) -> Tensor:
-    """The position_ids of a shard, from the first position of the model (RoBERTa's is not 0)."""
-    positions = layout.position_ids() * layout.real_tokens()  # every table has 0, for padding
-    position_ids = positions[None] if given is None else given
-    if first:
-        position_ids = position_ids + first * (position_ids[:, :1] == positions[:1])
-    return position_ids
+# ---- what a shard does not go with ----
+
+_OF_WHOLE_ROWS = ("attention_mask", *CACHE_NAMES, "use_cache", "logits_to_keep")
+_COLUMNS = ("position_ids", "labels", "shift_labels", LABEL_COUNTS, SAMPLE_COUNTS)
+_FOR_LOSS = ("shift_labels", "num_items_in_batch")
 
 
-def _check_pooling(given: Given) -> None:
-    """Raise where documents are pooled."""
-    parts = given.parts
-    if parts.head.pools or (parts.has_pooler and not parts.base_name):
-        raise NotImplementedError(
-            f"{type(given.module).__name__} pools documents, which may be cut over the ranks; give "
-            "each rank rows of its own, or call the base model (of BERT with "
-            "add_pooling_layer=False), and pool what you gather of all ranks."
-        )
+def _shard(given: Given) -> RowShard:
+    shard: RowShard = given.boundaries["packed_layout"].shard
+    return shard
 
 
-def _check_layout(layout: PackedLayout, shard: RowShard, given: Given) -> None:
-    """Raise unless the layout is that of the tokens, and of this rank."""
-    (batch, row_tokens), device = given.shape, given.tokens.device
-    if batch != 1 or layout.total_tokens != row_tokens or layout.device != device:
-        raise ValueError(
-            f"packed_layout must cover the shard's {row_tokens} tokens on {device}, and input_ids "
-            f"be [1, {row_tokens}], got {layout.total_tokens} tokens on {layout.device} and "
-            f"{batch} rows; call fv.shard_row on the whole row."
-        )
-    group = given.patch.sequence_parallel_group
+def _of_whole_row(given: Given) -> str | None:
+    values = given.boundaries | {name: given.inputs.get(name) for name in _OF_WHOLE_ROWS}
+    del values["packed_layout"]
+    wrong = (k for k, x in values.items() if x is not None and not (isinstance(x, int) and x == 0))
+    return next(wrong, None)
+
+
+def _no_shard(given: Given) -> str | None:
+    layout = given.boundaries["packed_layout"]
+    if not isinstance(layout, PackedLayout):
+        return type(layout).__name__
+    return repr(layout) if layout.shard is None else None
+
+
+def _other_tokens(given: Given) -> str | None:
+    layout, tokens = given.boundaries["packed_layout"], given.tokens
+    if (1, layout.total_tokens) == given.shape and layout.device == tokens.device:
+        return None
+    return (
+        f"{layout.total_tokens} tokens on {layout.device} with input_ids {list(given.shape)} on "
+        f"{tokens.device}"
+    )
+
+
+def _other_rank(given: Given) -> str | None:
+    shard, group = _shard(given), given.patch.sequence_parallel_group
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if (shard.rank, shard.ranks) != (rank, ranks):
-        raise ValueError(
-            f"packed_layout must be the shard of rank {rank} of {ranks}, got that of rank "
-            f"{shard.rank} of {shard.ranks}; call fv.shard_row with the group of the model."
-        )
+    if (shard.rank, shard.ranks) == (rank, ranks):
+        return None
+    return f"rank {rank} of {ranks}, got that of rank {shard.rank} of {shard.ranks}"
 
 
-def _check_attention(shard: RowShard, parts: ModelParts) -> None:
-    """Raise unless the shard was made for the model's kinds of layers."""
-    if parts.recurrent and shard.method == "documents":
-        raise ValueError(
-            "a model with recurrent layers must get the next tokens of the row on each rank, got "
-            "another shard; call fv.shard_row(batch, group, **fv.shard_options(model))."
-        )
-    for kind in parts.kinds:
-        why = shard.why_not(causal=kind.causal, window=kind.window)
-        if why is not None:
-            raise ValueError(why)
+def _other_mask(given: Given) -> str | None:
+    kinds, shard = given.parts.kinds, _shard(given)
+    whys = (shard.why_not(causal=kind.causal, window=kind.window) for kind in kinds)
+    return next((why for why in whys if why is not None), None)
 
 
-def _check_loss(given: Given) -> None:
-    """Raise unless the losses of the shards sum to the loss of the row."""
-    head, inputs, module = given.parts.head, given.inputs, given.module
-    if head.labels == "next token":
-        _check_loss_of_next_tokens(module, inputs)
-    elif head.labels != "own token" or given.parts.causal or user_loss(module) is not None:
-        raise NotImplementedError(
-            "labels must be next tokens under sequence_parallel_group, or those of an encoder's "
-            f"own tokens without a loss function of your own, got those of a head {head.ending}; "
-            "take the sum of the losses of its logits yourself, divided by the labels of the row."
-        )
-    elif inputs.get("shift_labels") is not None or inputs.get("num_items_in_batch") is None:
-        raise ValueError(
-            "labels of a shard must come with num_items_in_batch, the labels of the whole row, and "
-            f"without shift_labels under a head {head.ending}, whose labels are the tokens' own; "
-            "call fv.shard_row(batch, group, **fv.shard_options(model))."
-        )
-    elif False in (inputs.get("return_dict"), given.config.return_dict):
-        raise ValueError("return_dict must stay True with labels of a shard, got False; remove it.")
+def _pools(given: Given) -> str | None:
+    parts = given.parts
+    pools = parts.head.pools or (parts.has_pooler and not parts.base_name)
+    return type(given.module).__name__ if pools else None
 
 
-def _check_loss_of_next_tokens(module: nn.Module, inputs: dict[str, Any]) -> None:
-    if inputs.get("shift_labels") is None or inputs.get("num_items_in_batch") is None:
-        raise ValueError(
-            "labels of a shard must come with shift_labels, whose last one is the next shard's "
-            "first token, and num_items_in_batch, the labels of the whole row, got labels without; "
-            "call fv.shard_row, which makes both."
-        )
-    loss = user_loss(module)
-    if loss is not None:
-        missing = {"shift_labels", "num_items_in_batch"} - set(inspect.signature(loss).parameters)
-        if missing:
-            raise ValueError(
-                "model.loss_function must have parameters shift_labels and num_items_in_batch "
-                f"under sequence_parallel_group, got one without {', '.join(sorted(missing))}: it "
-                "would shift labels inside the shard, or take a mean over it; take the sum over "
-                "shift_labels, divided by num_items_in_batch."
+def _column_of_row(given: Given) -> str | None:
+    for name in _COLUMNS:
+        x = given.inputs.get(name)
+        if x is not None and x.shape != given.shape:
+            return f"{name} must be those of the shard, {list(given.shape)}, got {list(x.shape)}"
+    return None
+
+
+def _learns(given: Given, labels: str) -> bool:
+    return given.inputs.get("labels") is not None and given.parts.head.labels == labels
+
+
+def _mean_over_rank(given: Given) -> str | None:
+    """A loss that is not the rank's part of a sum over the row."""
+    head, causal = given.parts.head, given.parts.causal
+    if given.inputs.get("labels") is None or head.labels == "next token":
+        return None
+    is_own = head.labels == "own token" and not causal and user_loss(given.module) is None
+    return None if is_own else head.ending
+
+
+def _loss_of_own(given: Given) -> str | None:
+    """A loss that the user set, and that would shift labels, or take a mean."""
+    loss = user_loss(given.module) if _learns(given, "next token") else None
+    known = _FOR_LOSS if loss is None else inspect.signature(loss).parameters
+    return ", ".join(name for name in _FOR_LOSS if name not in known)
+
+
+SHARDS = (
+    Refusal(
+        _of_whole_row,
+        "{got} must be left out under sequence_parallel_group: packed_layout alone gives a shard's "
+        "documents and padding, and nothing is cached or generated; call fv.shard_row on a batch "
+        "with packed_layout, or unpatch_model.",
+    ),
+    Refusal(
+        _no_shard,
+        "packed_layout must be that of this rank's shard under sequence_parallel_group, got {got}; "
+        "call fv.shard_row on a batch that has one, or run whole rows inside `with "
+        "fv.patched(model):`.",
+    ),
+    Refusal(
+        _other_tokens,
+        "packed_layout must cover the shard's tokens [1, S], got {got}; call fv.shard_row on the "
+        "whole row.",
+    ),
+    Refusal(
+        _other_rank,
+        "packed_layout must be the shard of {got}; call fv.shard_row with the group of the model.",
+    ),
+    Refusal(
+        lambda given: given.parts.recurrent and _shard(given).method == "documents",
+        "a model with recurrent layers must get the next tokens of the row on each rank, got "
+        "another shard; call fv.shard_row(batch, group, **fv.shard_options(model)).",
+    ),
+    Refusal(_other_mask, "{got}"),
+    Refusal(
+        _pools,
+        "{got} pools documents, which may be cut over the ranks; give each rank rows of its own, "
+        "or call the base model (of BERT with add_pooling_layer=False), and pool what you gather "
+        "of all ranks.",
+        NotImplementedError,
+    ),
+    Refusal(
+        _column_of_row,
+        "{got}; call fv.shard_row on the whole row.",
+    ),
+    Refusal(
+        lambda given: (
+            _learns(given, "next token")
+            and any(given.inputs.get(name) is None for name in _FOR_LOSS)
+        ),
+        "labels of a shard must come with shift_labels, whose last one is the next shard's first "
+        "token, and num_items_in_batch, the labels of the whole row; call fv.shard_row, which "
+        "makes both.",
+    ),
+    Refusal(
+        _loss_of_own,
+        "model.loss_function must have parameters shift_labels and num_items_in_batch under "
+        "sequence_parallel_group, got one without {got}: it would shift labels inside the shard, "
+        "or take a mean over it; take the sum over shift_labels, divided by num_items_in_batch.",
+    ),
+    Refusal(
+        _mean_over_rank,
+        "labels must be next tokens under sequence_parallel_group, or those of an encoder's own "
+        "tokens without a loss function of your own, got those of a head {got}; take the sum of "
+        "the losses of its logits yourself, divided by the labels of the row.",
+        NotImplementedError,
+    ),
+    Refusal(
+        lambda given: (
+            _learns(given, "own token")
+            and (
+                given.inputs.get("shift_labels") is not None
+                or given.inputs.get("num_items_in_batch") is None
             )
+        ),
+        "labels of a shard must come with num_items_in_batch, the labels of the whole row, and "
+        "without shift_labels under a head whose labels are the tokens' own; call "
+        "fv.shard_row(batch, group, **fv.shard_options(model)).",
+    ),
+    Refusal(
+        lambda given: (
+            _learns(given, "own token")
+            and False in (given.inputs.get("return_dict"), given.config.return_dict)
+        ),
+        "return_dict must stay True with labels of a shard, got False; remove it.",
+    ),
+    Refusal(returns_router_logits, ROUTER_LOGITS_OF_A_SHARD, NotImplementedError),
+    Refusal(
+        lambda given: (
+            given.inputs.get(LABEL_COUNTS) is not None
+            and given.inputs.get("num_items_in_batch") is None
+        ),
+        "label_counts of a shard must come with num_items_in_batch, the labels of the whole row; "
+        "call fv.shard_row, which counts them.",
+    ),
+)
+"""What a shard of a row does not go with, so that the losses of the shards sum to the row's."""

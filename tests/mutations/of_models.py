@@ -13,8 +13,8 @@ MUTATIONS = (
     Mutation(
         "labels: first tokens count",
         "patches/batch/labels.py",
-        "inputs[name] = labels.masked_fill(is_masked, IGNORE_INDEX)",
-        "inputs[name] = labels",
+        "masked[name] = labels.masked_fill(at, IGNORE_INDEX)",
+        "masked[name] = labels",
         "tests/patches/batch/test_labels.py",
     ),
     Mutation(
@@ -26,16 +26,16 @@ MUTATIONS = (
     ),
     Mutation(
         "cache: a packed row fills one that is asked for",
-        "patches/forward/steps.py",
-        "raise_or_assert(one_document_per_row(layout, forward.batch), ONE_DOCUMENT_PER_ROW)",
+        "patches/forward/make_row.py",
+        "raise_or_assert(one_document_per_row(layout, batch), ONE_DOCUMENT_PER_ROW)",
         "pass",
         "tests/patches/batch/test_caches.py",
     ),
     Mutation(
         "unpad: labels that padding predicts count",
-        "patches/forward/steps.py",
-        "mask_labels(module, inputs, padded.unpredicted_tokens())",
-        "pass",
+        "patches/forward/padding.py",
+        "inputs | next_token_labels(given, padded.unpredicted_tokens(), several=True)",
+        "inputs",
         "tests/patches/forward/test_unpad.py",
     ),
     Mutation(
@@ -68,7 +68,7 @@ MUTATIONS = (
     ),
     Mutation(
         "router loss: a token of a tree counts once",
-        "patches/forward/heads.py",
+        "patches/forward/router.py",
         "return (counts.reshape(-1) * layout.real_tokens())[None]",
         "return layout.real_tokens()[None].long()",
         "tests/patches/forward/test_router_logits.py",
@@ -104,7 +104,7 @@ MUTATIONS = (
     Mutation(
         "heads: one that drops the documents is believed",
         "patches/forward/steps.py",
-        "if ATTRIBUTE in base.__dict__ and packed.packs and not packed.reached_base:",
+        "if ATTRIBUTE in base.__dict__ and row.several and not packed.delivery.reached_base:",
         "if False:",
         "tests/patches/batch/test_batch_refusals.py",
     ),
@@ -131,23 +131,23 @@ MUTATIONS = (
     ),
     Mutation(
         "heads: a pooler reads the last token of a document",
-        "patches/forward/padding.py",
-        "packed.pooled_tokens = layout.first_tokens()[layout.real_documents()]",
-        "packed.pooled_tokens = layout.last_tokens()[layout.real_documents()]",
+        "patches/forward/pooling.py",
+        "return layout.first_tokens()[layout.real_documents()]",
+        "return layout.last_tokens()[layout.real_documents()]",
         "tests/patches/models/test_encoders.py",
     ),
     Mutation(
         "heads: choices are not rows of their own again",
-        "patches/forward/inputs.py",
+        "patches/forward/choices.py",
         "prepared[name] = x.unflatten(0, rows)",
         "prepared[name] = x",
         "tests/patches/forward/test_pooling_heads.py",
     ),
     Mutation(
         "heads: a row of several documents is pooled as one",
-        "patches/forward/steps.py",
-        "if head in PER_ROW:",
-        "if False:",
+        "patches/forward/stages.py",
+        "(head.labels == \"row\", check_row_head),",
+        "",
         "tests/patches/forward/test_pooling_heads.py",
     ),
     Mutation(

@@ -22,7 +22,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 
 import flexvarlen as fv
 from flexvarlen.packing import loader_pass
-from flexvarlen.patches.attention.refuse_context_parallel import refuse_context_parallel
+from flexvarlen.patches.attention.context_parallel import why_not_sharded
 from flexvarlen.patches.forward.refusals import refuse_reentrant_checkpoints
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.models.layers import recurrent_layers
@@ -125,13 +125,13 @@ def test_every_parameter_is_looked_up(monkeypatch, need, parameter):
 
 def accelerates_config(patch):
     patch.setattr(AcceleratorState, "_shared_state", {"device": "cpu"})
-    refuse_context_parallel()
+    raise NotImplementedError(why_not_sharded())
 
 
 def accelerates_flag(name, patch):
     config = SimpleNamespace(**{x: False for x in ("cp_enabled", "sp_enabled") if x != name})
     patch.setattr(AcceleratorState, "_shared_state", {"parallelism_config": config})
-    refuse_context_parallel()
+    why_not_sharded()
 
 
 def users_loss(patch):

@@ -77,7 +77,7 @@ TORCH = (
     ),
     Name(
         "torch.nn.functional.scaled_dot_product_attention",
-        "patches/attention/refuse_context_parallel.py",
+        "patches/attention/context_parallel.py",
         holds=behaviour.sdpa_is_torchs_own,
     ),
     Name(

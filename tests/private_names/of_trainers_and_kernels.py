@@ -14,7 +14,7 @@ _SHARES = "patches/context_parallel_trainer.py"
 ACCELERATE = (
     Name(
         "accelerate.state.AcceleratorState._shared_state",
-        "patches/attention/refuse_context_parallel.py",
+        "patches/attention/context_parallel.py",
     ),
     Name("accelerate.state.GradientState.dataloader_references", _PASS),
     *(

@@ -11,8 +11,9 @@ _RECURRENT = "patches/forward/recurrent_layers.py"
 _TOWER = "patches/forward/vision_tower.py"
 _SHARES = "patches/context_parallel_trainer.py"
 _TRAINERS = "patches/trainers.py"
-_INPUTS = "patches/forward/inputs.py"
+_INPUTS = "patches/batch/given.py"
 _HEADS = "patches/forward/heads.py"
+_ROUTER = "patches/forward/router.py"
 
 _QWEN2_VL = "transformers.models.qwen2_vl.modeling_qwen2_vl"
 _QWEN25_VL = "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"
@@ -126,7 +127,7 @@ TRANSFORMERS = (
     Name(f"{_LLAMA}.LlamaModel.layers", _LAYERS),
     Name(
         f"{_LLAMA}.LlamaForCausalLM.forward",
-        "patches/forward/steps.py patches/forward/sequence_parallel.py",
+        "patches/forward/refusals.py patches/forward/sequence_parallel.py",
         takes="logits_to_keep",
     ),
     *(
@@ -138,7 +139,7 @@ TRANSFORMERS = (
     ),
     Name(
         f"{_GEMMA4}.Gemma4TextModel.forward",
-        "patches/forward/steps.py",
+        "patches/forward/refusals.py",
         takes="logits_to_keep|kwargs",
     ),
     Name("transformers.models.bert.modeling_bert.BertModel.encoder", _LAYERS),
@@ -147,12 +148,12 @@ TRANSFORMERS = (
     # mixtures of experts
     Name(
         "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func",
-        _HEADS,
+        _ROUTER,
         holds=behaviour.router_losses_weigh_tokens_by_the_mask,
     ),
     Name(
         "transformers.models.mixtral.modeling_mixtral.MixtralForCausalLM.router_aux_loss_coef",
-        _HEADS,
+        _ROUTER,
     ),
     # configs, of which a field that is missing would count as not set
     *(
@@ -162,10 +163,10 @@ TRANSFORMERS = (
             "LlamaConfig.num_key_value_heads": _LAYERS,
             "LlamaConfig.hidden_size": _LAYERS,
             "LlamaConfig.attention_dropout": _FUNCTIONS,
-            "LlamaConfig.pad_token_id": "patches/forward/steps.py",
+            "LlamaConfig.pad_token_id": "patches/forward/pooling.py",
             "BertConfig.attention_probs_dropout_prob": _FUNCTIONS,
             "Gemma2Config.attn_logit_softcapping": "reference/model.py",
-            "Qwen3VLMoeTextConfig.router_aux_loss_coef": _HEADS,
+            "Qwen3VLMoeTextConfig.router_aux_loss_coef": _ROUTER,
             "Qwen2VLConfig.vision_config": _TOWER,
         }.items()
     ),

@@ -202,7 +202,7 @@ def shared_batch(**changes):
     [
         (
             {"labels": torch.zeros(1, 160, dtype=torch.long)},
-            "labels must be left out with a packed_layout of trees",
+            "labels cannot be combined with a packed_layout of trees",
         ),
         ({"attention_mask": torch.ones(1, 160, dtype=torch.long)}, "attention_mask must be left"),
         ({"use_cache": True}, "trees cannot fill a cache"),
