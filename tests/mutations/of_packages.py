@@ -123,8 +123,8 @@ MUTATIONS = (
     Mutation(
         "choose: a named backend is not asked",
         f"{ATTENTION}/choose.py",
-        "            _require_usable(backend, call)\n            _remember",
-        "            _remember",
+        "if key not in _table and _require_usable(backend, call, mask):",
+        "if key not in _table:",
         "tests/attention/backends/test_backend_refusals.py",
     ),
     Mutation(
