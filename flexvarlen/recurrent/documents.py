@@ -6,7 +6,7 @@ Shapes: T = total_tokens; N = number of slots: of documents, or of the segments 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from flexvarlen.layout.boundaries import slots_of
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.segments import Segments
+from flexvarlen.layout.token_map import Permutation, SameOrder, TokenMap
 
 CHUNK = 64
 """Tokens of a chunk of fla's kernels."""
@@ -30,36 +31,33 @@ class Branches(NamedTuple):
     Attributes:
         parents: int32 `[N + 1]`, the slot whose final state each starts from, -1 at a root.
         levels: of `LevelOrder`, on the host.
-        to_levels: int64 `[T]`, the tokens of the row in the order of the levels.
-        to_row: int64 `[T]`, its inverse.
     """
 
     parents: Tensor
     levels: Tensor
-    to_levels: Tensor
-    to_row: Tensor
 
-    @classmethod
-    def of(cls, segments: Segments, total_tokens: int) -> Branches:
-        """Those of a row's segments. No sync; traces."""
-        order, starts = segments.by_level, segments.table[0]
-        tokens = torch.arange(total_tokens, device=starts.device, dtype=torch.int32)
-        slots = slots_of(starts, tokens)
-        to_row = tokens - starts[slots] + order.table[0][order.table[3][slots]]
-        to_levels = torch.empty_like(to_row).scatter_(0, to_row.long(), tokens)
-        return cls(order.table[1], order.levels, to_levels.long(), to_row.long())
+
+def by_level(segments: Segments, total_tokens: int) -> Permutation:
+    """The tokens of a row's segments in the order of their levels. No sync; traces."""
+    order, starts = segments.by_level, segments.table[0]
+    tokens = torch.arange(total_tokens, device=starts.device, dtype=torch.int32)
+    slots = slots_of(starts, tokens)
+    in_row = tokens - starts[slots] + order.table[0][order.table[3][slots]]
+    in_levels = torch.empty_like(in_row).scatter_(0, in_row.long(), tokens)
+    return Permutation(in_levels.long(), in_row.long())
 
 
 class RecurrentDocuments:
     """What all recurrent layers of one forward share.
 
-    Documents that are trees run in the order of their levels: `to_levels` before a layer, `to_row`
-    after it. All other attributes are in that order; a segment is then what a document is
+    Documents that are trees run in the order of their levels, which `tokens` enter before a layer
+    and leave after it. All other attributes are in that order; a segment is then what a document is
     elsewhere. Padding after the last document is a document of its own here, as kernels leave
     tokens outside of all documents unwritten.
 
     Attributes:
         layout: the documents.
+        tokens: from the order of the row to that of recurrent layers, and back.
         branches: of trees; None of plain documents.
         over_ranks: whether a document of such a row may lie on several ranks.
         hops: `RowShard.hops`, if one of this row does; else None.
@@ -114,7 +112,11 @@ class RecurrentDocuments:
             if shard.exchange is not None:
                 self.hops = shard.hops
                 self.previous = _with_tokens_before(self.previous, shard.starts[0])
-        self.branches = None if segments is None else Branches.of(segments, total_tokens)
+        self.tokens: TokenMap = SameOrder()
+        self.branches = None
+        if segments is not None:
+            self.tokens = by_level(segments, total_tokens)
+            self.branches = Branches(segments.by_level.table[1], segments.by_level.levels)
         has_branches = segments is not None and total_tokens > 0
         self.next_tokens = _next_tokens(starts, self.previous) if has_branches else None
         self.cu_seqlens = pad(starts, (0, 2), value=total_tokens)
@@ -141,18 +143,6 @@ class RecurrentDocuments:
             return x
         return x.masked_fill(self.padding.view(1, -1, *[1] * (x.ndim - 2)), 0)
 
-    def to_levels(self, x: Tensor) -> Tensor:
-        """Tokens `[B, S, ...]` of the row in the order in which recurrent layers run; T = B·S."""
-        if self.branches is None:
-            return x
-        return _permuted(x, self.branches.to_levels, self.branches.to_row)
-
-    def to_row(self, x: Tensor) -> Tensor:
-        """The inverse of `to_levels`."""
-        if self.branches is None:
-            return x
-        return _permuted(x, self.branches.to_row, self.branches.to_levels)
-
 
 def _with_tokens_before(previous: Tensor, position: Tensor) -> Tensor:
     """`previous` of a rank's T tokens, `[REACH + T]`, behind the last tokens of the rank before.
@@ -164,31 +154,6 @@ def _with_tokens_before(previous: Tensor, position: Tensor) -> Tensor:
     firsts = torch.where(REACH + 1 - tokens <= position, tokens - 1, -1)
     others = torch.where(previous[1:] < 0, -1, previous[1:] + REACH)
     return torch.cat([firsts, others])
-
-
-def _permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    found: Tensor = _Permuted.apply(x, order, inverse)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _Permuted(torch.autograd.Function):
-    """x `[B, S, ...]` with its B·S tokens in another order.
-
-    The gradient of an index would be added up token by token, in any order.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        return x.flatten(0, 1)[order].view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad.flatten(0, 1)[inverse].view_as(grad), None, None
 
 
 def _chunk_indices(cu_seqlens: Tensor, total_tokens: int) -> Tensor:

@@ -7,7 +7,7 @@ Shapes: B rows of S tokens with padding; T tokens of the packed row.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,78 +19,50 @@ from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.labels import unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
+from flexvarlen.layout.token_map import Padding, SharedPadding
 
 MIN_SHARED_TOKENS = 32
 """A shorter prefix is not shared: it saves less than a deeper tree costs."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class PaddedBatch:
     """A padded batch of B rows, each holding one document, and the packed row of its real tokens.
 
     Attributes:
         layout: the documents of the packed row; document i is row i, unless they are trees.
-        offsets: int64 `[T]`, where each token of the packed row is in the flattened batch; of a
-            token that rows share, in one of them. Spare tokens at the end of the packed row,
-            which belong to no document, have B·S.
-        packed_index, real: where rows share tokens, for each token of the flattened batch its
-            index in the packed row, int64 `[B·S]`, and whether it is real, bool `[B·S]`; else None.
-        batch, row_tokens: B and S.
+        tokens: how tokens move between the batch and the packed row.
         pads_left: whether any row begins with padding.
         has_empty_row: whether any row is padding alone.
     """
 
     layout: PackedLayout
-    offsets: Tensor
-    batch: int
-    row_tokens: int
-    _: KW_ONLY
-    packed_index: Tensor | None = None
-    real: Tensor | None = None
+    tokens: Padding
     pads_left: bool
     has_empty_row: bool = False
 
-    def to_row(self, x: Tensor) -> Tensor:
-        """`[1, T, ...]`: the real tokens of x `[B, S, ...]` or `[1, S, ...]`. No sync; traces."""
-        flat = x.expand(self.batch, *x.shape[1:]).flatten(0, 1)
-        return flat.index_select(0, self.offsets.clamp(max=len(flat) - 1))[None]
-
-    def to_batch(self, x: Tensor, padding: float = 0) -> Tensor:
-        """`[B, S, ...]`: the packed x `[1, T, ...]` in the batch's shape. No sync; traces.
-
-        The gradients of a token that rows share add up, in fp32 or wider.
-
-        Args:
-            padding: the value at padding.
-        """
-        slots = self.batch * self.row_tokens
-        if self.packed_index is not None and self.real is not None:
-            wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
-            filled = x[0].to(wide)[self.packed_index].to(x.dtype)
-            is_padding = (~self.real).view(-1, *[1] * (x.ndim - 2))
-            filled = filled.masked_fill(is_padding, padding)
-        else:  # the last slot takes the spare tokens
-            empty = x.new_full((slots + 1, *x.shape[2:]), padding)
-            filled = empty.index_copy(0, self.offsets, x[0])[:slots]
-        return filled.view(self.batch, self.row_tokens, *x.shape[2:])
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and S."""
+        return self.tokens.batch, self.tokens.row_tokens
 
     def unpredicted_tokens(self) -> Tensor:
         """bool `[B·S]`: True at the first real token of each row and at padding."""
-        return self.to_batch(unpredicted_tokens(self.layout)[None], padding=True).flatten()
+        return self.tokens.leave(unpredicted_tokens(self.layout)[None], padding=True).flatten()
 
     def offsets_in_rows(self) -> Tensor:
         """int64 `[1, T]`: each token's offset in its row of the batch, padding counted."""
-        return (self.offsets % self.row_tokens)[None]
+        return (self.tokens.offsets % self.tokens.row_tokens)[None]
 
     def inputs_of_row(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """A base model's arguments for the packed row: each tensor `[B, S, ...]` packed."""
-        row = {name: self.to_row(x) for name, x in self.inputs_of_tokens(inputs).items()}
+        row = {name: self.tokens.enter(x) for name, x in self.inputs_of_tokens(inputs).items()}
         others = {k: x for k, x in inputs.items() if k not in row and k != "attention_mask"}
         return {**others, **row, "packed_layout": self.layout}
 
     def inputs_of_tokens(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         """The arguments that have a value for each token: `[B, S, ...]` or `[1, S, ...]`."""
-        shapes = ((self.batch, self.row_tokens), (1, self.row_tokens))
+        shapes = (self.shape, (1, self.shape[1]))
         return {
             name: value
             for name, value in inputs.items()
@@ -110,14 +82,14 @@ class PaddedBatch:
         """
         ids: Tensor | None = inputs.get("input_ids")
         tokens = inputs["inputs_embeds"] if ids is None else ids
-        if pad_token_id is None and self.batch > 1:
+        if pad_token_id is None and self.shape[0] > 1:
             raise ValueError(
                 "config.pad_token_id must be set on a model that classifies packed documents, as "
                 "its head finds each document's last token by it, got None; set it to the "
                 "tokenizer's pad_token_id."
             )
         batch = {
-            name: self.to_batch(
+            name: self.tokens.leave(
                 value.expand(len(tokens), *value.shape[1:]).reshape(1, -1, *value.shape[2:]),
                 padding=(pad_token_id or 0) if name == "input_ids" else 0,
             )
@@ -127,8 +99,8 @@ class PaddedBatch:
             else value
             for name, value in inputs.items()
         }
-        mask = self.to_batch(torch.ones_like(self.offsets)[None])
-        positions = self.to_batch(self.layout.position_ids()[None])
+        mask = self.tokens.leave(torch.ones_like(self.tokens.offsets)[None])
+        positions = self.tokens.leave(self.layout.position_ids()[None])
         return {"position_ids": positions, **batch, "attention_mask": mask}
 
 
@@ -167,16 +139,15 @@ def find_padding(
     first_is_padding = (~real[:, :1] & real.any(dim=1, keepdim=True)).any()
     read = torch.cat([real.sum(dim=1), torch.stack([first_is_padding, several])]).tolist()
     *lengths, pads_left, has_several = read
-    tokens = sum(lengths)
-    if has_several or (tokens == batch * row_tokens and not even_without):
+    real_tokens = sum(lengths)
+    if has_several or (real_tokens == batch * row_tokens and not even_without):
         return None
-    total = -(-max(tokens, 1) // multiple_of) * multiple_of
+    total = -(-max(real_tokens, 1) // multiple_of) * multiple_of
     flat = real.flatten()
     offsets = flat.nonzero_static(size=total, fill_value=len(flat))[:, 0]
     layout = PackedLayout.from_lengths(lengths, total_tokens=total, device=flat.device)
-    return PaddedBatch(
-        layout, offsets, batch, row_tokens, pads_left=bool(pads_left), has_empty_row=0 in lengths
-    )
+    tokens = Padding(offsets, batch, row_tokens)
+    return PaddedBatch(layout, tokens, bool(pads_left), has_empty_row=0 in lengths)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -195,11 +166,11 @@ def share_prefixes_of_rows(
 
     Searched on the host: reads the device once.
     """
-    batch = padded.batch
+    batch, row_tokens = padded.shape
     of_tokens = padded.inputs_of_tokens(inputs).values()
     if any(x.ndim > 2 or x.is_floating_point() for x in of_tokens):
         return padded
-    real = padded.to_batch(torch.ones_like(padded.offsets, dtype=torch.bool)[None])
+    real = padded.tokens.leave(torch.ones_like(padded.tokens.offsets, dtype=torch.bool)[None])
     rows = _rows_of([x for x in of_tokens if len(x) == batch], real)
     lengths = [len(row) for row in rows]
     tree = PrefixTree(rows, min_tokens=MIN_SHARED_TOKENS)
@@ -207,7 +178,7 @@ def share_prefixes_of_rows(
     if tokens == sum(lengths):
         return padded
     total = -(-tokens // multiple_of) * multiple_of
-    slots = batch * padded.row_tokens
+    slots = batch * row_tokens
     token_offsets = real.flatten().nonzero_static(size=sum(lengths))[:, 0]  # row by row
     offsets = tree.take(token_offsets.split(lengths))
     # Padding reads different tokens: a backward that adds all of it into one is slow.
@@ -220,16 +191,14 @@ def share_prefixes_of_rows(
         device=offsets.device,
         max_depth=round_up_to_power_of_two(tree.depth),  # few graphs
     )
-    return PaddedBatch(
-        layout,
+    shared = SharedPadding(
         torch.nn.functional.pad(offsets, (0, total - tokens), value=slots),
         batch,
-        padded.row_tokens,
+        row_tokens,
         packed_index=index.index_copy(0, token_offsets, paths),
         real=real.flatten(),
-        pads_left=padded.pads_left,
-        has_empty_row=padded.has_empty_row,
     )
+    return replace(padded, layout=layout, tokens=shared)
 
 
 def _rows_of(inputs: list[Tensor], real: Tensor) -> list[NDArray[np.int64]]:
@@ -272,4 +241,4 @@ def pad_documents(layout: PackedLayout, *, pads_left: bool) -> PaddedBatch:
     slots = layout.document_ids().clamp(max=len(real) - 1).long()
     offsets = first_offset[slots] + layout.position_ids()
     offsets = torch.where(layout.real_tokens(), offsets, batch * row_tokens)
-    return PaddedBatch(layout, offsets, batch, row_tokens, pads_left=pads_left)
+    return PaddedBatch(layout, Padding(offsets, batch, row_tokens), pads_left)

@@ -68,7 +68,7 @@ def run_packed(given: Given, padded: PaddedBatch) -> Given:
     if given.patch.share_prefixes:
         multiple_of = _multiple_of(given)
         padded = share_prefixes_of_rows(padded, given.inputs, multiple_of=multiple_of)
-    row, tokens = padded.inputs_of_row(given.inputs), padded.to_row(given.tokens)
+    row, tokens = padded.inputs_of_row(given.inputs), padded.tokens.enter(given.tokens)
     return read_arguments(given.module, given.patch, row, tokens, padded)
 
 
@@ -129,7 +129,7 @@ def _for_head(given: Given, padded: PaddedBatch) -> Inputs:
 def head_inputs_for_padded_batch(given: Given, inputs: Inputs, padded: PaddedBatch) -> Inputs:
     """The arguments of a head whose base model runs its padded batch as a packed row."""
     if given.parts.head.labels == "document":
-        check_document_labels(inputs.get("labels"), padded.batch)
+        check_document_labels(inputs.get("labels"), padded.shape[0])
     if given.parts.drops_keywords:
         inputs["attention_mask"] = padded
     wrap_loss(given.module)
@@ -163,12 +163,12 @@ def refuse_rows_to_pool(padded: PaddedBatch, *, reads_first: bool) -> None:
 
 def pad_outputs(base: nn.Module, row: Row, outputs: Any) -> None:
     """Give a base model's outputs the shape of its padded batch."""
-    padded = row.padded
-    if padded is None:
+    if row.padded is None:
         return
-    outputs["last_hidden_state"] = padded.to_batch(outputs["last_hidden_state"])
+    tokens = row.padded.tokens
+    outputs["last_hidden_state"] = tokens.leave(outputs["last_hidden_state"])
     if outputs.get("hidden_states") is not None:
-        outputs["hidden_states"] = tuple(map(padded.to_batch, outputs["hidden_states"]))
+        outputs["hidden_states"] = tuple(map(tokens.leave, outputs["hidden_states"]))
     if outputs.get("router_logits") is not None:  # [T, E] of each layer, as [B·S, E]
-        of_rows = (padded.to_batch(x[None]).flatten(0, 1) for x in outputs["router_logits"])
+        of_rows = (tokens.leave(x[None]).flatten(0, 1) for x in outputs["router_logits"])
         outputs["router_logits"] = tuple(of_rows)

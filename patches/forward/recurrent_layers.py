@@ -128,7 +128,7 @@ def _documents_hook(
     if context.row.fills_cache:  # by rows of one document each, as transformers does
         kwargs["attention_mask"] = context.mask_of_rows(hidden_states.shape[0])
     elif documents is not None:
-        hidden_states = documents.to_levels(hidden_states)
+        hidden_states = documents.tokens.enter(hidden_states)
         kwargs |= {DOCUMENTS: documents, "attention_mask": None}
     if args:
         return (hidden_states, *args[1:]), kwargs
@@ -140,4 +140,4 @@ def _output_hook(
 ) -> Tensor:
     """The output of a layer in the order of the row."""
     documents = kwargs[DOCUMENTS]
-    return output if documents is None else documents.to_row(output)
+    return output if documents is None else documents.tokens.leave(output)

@@ -30,7 +30,7 @@ def documents_of_head(given: Given) -> Given:
             model with another batch must pass that batch's documents explicitly.
     """
     padded = given.inputs.get(CONTEXT)
-    if isinstance(padded, PaddedBatch) and (padded.batch, padded.row_tokens) == given.shape:
+    if isinstance(padded, PaddedBatch) and padded.shape == given.shape:
         return run_packed(given, padded)
     found = unpad_batch(given) if given.patch.unpad else given
     _refuse_lost_documents(found)

@@ -14,7 +14,7 @@ import torch
 from flexvarlen.bench.report import report
 from flexvarlen.bench.suites.training import preference, preference_trainers, texts
 from flexvarlen.bench.suites.training.preference_tables import table
-from flexvarlen.patches.batch.padded_batch import PaddedBatch
+from flexvarlen.layout.token_map import Padding
 from flexvarlen.report.records import Record, read_records
 from flexvarlen.runner.run import RunRequest, run_suite
 from flexvarlen.runner.suite import Options
@@ -121,8 +121,8 @@ def test_a_row_that_gives_other_outputs_is_wrong(tmp_path, monkeypatch):
         found = whole(self, x, padding)
         return 0.8 * found if found.is_floating_point() else found
 
-    whole = PaddedBatch.to_batch
-    monkeypatch.setattr(PaddedBatch, "to_batch", smaller)
+    whole = Padding.leave
+    monkeypatch.setattr(Padding, "leave", smaller)
     found = {r.case["variant"]: r for r in measured(tmp_path, "padded-sdpa", "auto")}
     assert found["padded-sdpa"].status == "ok"
     assert found["auto"].status == "wrong"

@@ -41,7 +41,7 @@ MUTATIONS = (
     Mutation(
         "unpad: positions do not count padding",
         "patches/batch/padded_batch.py",
-        "(self.offsets % self.row_tokens)[None]",
+        "(self.tokens.offsets % self.tokens.row_tokens)[None]",
         "self.layout.position_ids()[None]",
         "tests/patches/forward/test_unpad.py",
     ),
@@ -54,7 +54,7 @@ MUTATIONS = (
     ),
     Mutation(
         "unpad: outputs stay in the slots of the packed row",
-        "patches/batch/padded_batch.py",
+        "flexvarlen/layout/token_map.py",
         "filled = empty.index_copy(0, self.offsets, x[0])[:slots]",
         "filled = torch.cat([x[0], empty])[:slots]",
         "tests/patches/forward/test_unpad.py",
@@ -62,8 +62,8 @@ MUTATIONS = (
     Mutation(
         "router loss: logits stay in the order of the packed row",
         "patches/forward/padding.py",
-        "(padded.to_batch(x[None]).flatten(0, 1) for",
-        "(padded.to_batch(x[None]).flip(0).flatten(0, 1) for",
+        "(tokens.leave(x[None]).flatten(0, 1) for",
+        "(tokens.leave(x[None]).flip(0).flatten(0, 1) for",
         "tests/patches/forward/test_unpad.py",
     ),
     Mutation(
@@ -96,7 +96,7 @@ MUTATIONS = (
     ),
     Mutation(
         "unpad: gradients of shared tokens are added in bfloat16",
-        "patches/batch/padded_batch.py",
+        "flexvarlen/layout/token_map.py",
         "filled = x[0].to(wide)[self.packed_index].to(x.dtype)",
         "filled = x[0][self.packed_index]",
         "tests/patches/forward/test_share_prefixes.py",
@@ -146,7 +146,7 @@ MUTATIONS = (
     Mutation(
         "heads: a row of several documents is pooled as one",
         "patches/forward/stages.py",
-        "(head.labels == \"row\", check_row_head),",
+        '(head.labels == "row", check_row_head),',
         "",
         "tests/patches/forward/test_pooling_heads.py",
     ),

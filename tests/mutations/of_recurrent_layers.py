@@ -172,7 +172,7 @@ MUTATIONS = (
     Mutation(
         "recurrent: an output stays in the order of the levels",
         HOOKS,
-        "return output if documents is None else documents.to_row(output)",
+        "return output if documents is None else documents.tokens.leave(output)",
         "return output",
         TESTS_OF_HOOKS,
     ),

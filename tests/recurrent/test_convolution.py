@@ -26,8 +26,8 @@ def inputs(tokens, width, bias):
 def test_another_width(tree, width):
     docs = RecurrentDocuments(tree.layout())
     x, weight, bias = inputs(tree.total_tokens, width, bias=True)
-    found = causal_convolution(docs.to_levels(x[None])[0], weight, bias, False, docs)
-    found = docs.to_row(found[None])[0]
+    found = causal_convolution(docs.tokens.enter(x[None])[0], weight, bias, False, docs)
+    found = docs.tokens.leave(found[None])[0]
     for path in map(tree.path_of, tree.leaves()):
         channels = F.pad(x[path].t(), (width - 1, 0))
         expected = F.conv1d(channels[None], weight[:, None], bias, groups=CHANNELS)[0].t()

@@ -45,7 +45,7 @@ def test_tokens_of_a_path(tree):
     """By its table each token finds all before it, and by the lists those that follow it."""
     assume(tree.total_tokens)
     docs = branches(tree)
-    order = docs.branches.to_levels.tolist()  # where the row has each token
+    order = docs.tokens.order.tolist()  # where the row has each token
     previous = docs.previous.tolist()
     starts, codes = (x.tolist() for x in docs.next_tokens)
     expected = {}
@@ -78,23 +78,23 @@ def test_tokens_of_a_path(tree):
 def test_the_order_of_levels():
     docs = branches()
     x = torch.arange(T, dtype=torch.float64).view(1, T, 1).requires_grad_()
-    ordered = docs.to_levels(x)
+    ordered = docs.tokens.enter(x)
     depths = [0, 1, 2, 2, 3, 4, 1, 0]
     by_level = sorted(range(len(depths)), key=depths.__getitem__)
     starts = [sum(TREE.lengths[:segment]) for segment in by_level]
     tokens = [s + i for s, n in zip(starts, by_level, strict=True) for i in range(TREE.lengths[n])]
     assert ordered.flatten().tolist() == [*tokens, *range(140, T)]
-    assert torch.equal(docs.to_row(ordered), x)
+    assert torch.equal(docs.tokens.leave(ordered), x)
     weights = torch.rand(1, T, 1, dtype=torch.float64)
     (ordered * weights).sum().backward()
-    assert torch.equal(x.grad, docs.to_row(weights))
+    assert torch.equal(x.grad, docs.tokens.leave(weights))
 
 
 def test_another_device():
     docs = documents()
     moved = docs.to("meta")
     assert {x.device.type for x in (moved.cu_seqlens, moved.previous)} == {"meta"}
-    table = branches().to("meta").branches.to_row
+    table = branches().to("meta").tokens.inverse
     assert table.device.type == "meta"
     assert docs.to("cpu") is docs
     assert docs.to(None) is docs

@@ -43,8 +43,8 @@ def run_case(name, dtype, device, docs):
     """Output and gradients, of the same rounded inputs in every dtype."""
     run, _, by_token, shared = CASES[name]()
     leaves = [x.bfloat16().to(device, dtype).requires_grad_() for x in (*by_token, *shared)]
-    ordered = [docs.to_levels(x) for x in leaves[: len(by_token)]]
-    out = docs.to_row(run(docs, *ordered, *leaves[len(by_token) :]))
+    ordered = [docs.tokens.enter(x) for x in leaves[: len(by_token)]]
+    out = docs.tokens.leave(run(docs, *ordered, *leaves[len(by_token) :]))
     grad = randn(*out.shape, seed=9).bfloat16().to(device, dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
@@ -73,8 +73,8 @@ def test_bits_of_other_documents(name, row):
             for x in tensors:
                 x[:, 6:70] *= 0.5
         leaves = [x.requires_grad_() for x in tensors]
-        ordered = map(docs.to_levels, leaves)
-        out = docs.to_row(run(docs, *ordered, *(x.bfloat16().cuda() for x in shared)))
+        ordered = map(docs.tokens.enter, leaves)
+        out = docs.tokens.leave(run(docs, *ordered, *(x.bfloat16().cuda() for x in shared)))
         grad = randn(*out.shape, seed=9).bfloat16().cuda()
         return [out, *torch.autograd.grad(out, leaves, grad)]
 

@@ -80,9 +80,9 @@ def test_a_path_not_as_alone(name, tree):
     run, alone, by_token, shared = CASES[name](tree.total_tokens)
     docs = branches(tree)
     leaves = [x.clone().requires_grad_() for x in (*by_token, *shared)]
-    ordered = [docs.to_levels(x) for x in leaves[: len(by_token)]]
+    ordered = [docs.tokens.enter(x) for x in leaves[: len(by_token)]]
     with Float64():
-        out = docs.to_row(run(docs, *ordered, *leaves[len(by_token) :]))
+        out = docs.tokens.leave(run(docs, *ordered, *leaves[len(by_token) :]))
     grad = randn(*out.shape, seed=9)
     found = torch.autograd.grad(out, leaves, grad)
     paths = [path for leaf in tree.leaves() if (path := tree.path_of(leaf))]
@@ -110,7 +110,7 @@ def test_a_bit_of_a_sibling(name):
 
     def bits(tensors):
         leaves = [x.clone().requires_grad_() for x in tensors]
-        out = docs.to_row(run(docs, *map(docs.to_levels, leaves), *shared))
+        out = docs.tokens.leave(run(docs, *map(docs.tokens.enter, leaves), *shared))
         return [out, *torch.autograd.grad(out, leaves, randn(*out.shape, seed=9))]
 
     changed = [x.clone() for x in by_token]

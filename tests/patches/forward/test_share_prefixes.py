@@ -170,11 +170,13 @@ def test_a_prefix_is_computed_once_for_each_offset(rows, typed, multiple_of):
         for row, (first, tokens) in enumerate(rows)
         for stop in range(1, 1 + len(tokens))
     }
-    assert int((found.offsets < ids.numel()).sum()) == len(prefixes)
+    assert int((found.tokens.offsets < ids.numel()).sum()) == len(prefixes)
     total = max(-(-len(prefixes) // multiple_of), 1) * multiple_of
     assert found.layout.total_tokens == total
-    assert torch.equal(found.to_batch(found.to_row(ids), padding=-1), ids.where(mask == 1, -1))
-    positions = found.to_batch(found.layout.position_ids()[None], padding=-1)
+    assert torch.equal(
+        found.tokens.leave(found.tokens.enter(ids), padding=-1), ids.where(mask == 1, -1)
+    )
+    positions = found.tokens.leave(found.layout.position_ids()[None], padding=-1)
     assert torch.equal(positions, (mask.cumsum(1) - 1).where(mask == 1, -1))
     assert (found.pads_left, found.has_empty_row) == (batch.pads_left, batch.has_empty_row)
     depth = found.layout.segments.max_depth if found.layout.segments else 1
@@ -188,7 +190,7 @@ def test_gradients_of_shared_tokens_are_summed_in_fp32():
     batch = share_prefixes_of_rows(batch, {"input_ids": ids}, multiple_of=1)
     x = torch.zeros(1, 64, 4, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn(8, 64, 4).bfloat16()
-    batch.to_batch(x).backward(gradient)
+    batch.tokens.leave(x).backward(gradient)
     assert torch.equal(x.grad[0], gradient.float().sum(0).bfloat16())
 
 
