@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS, tree_loss
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel.sharded_layout import RowShard
+from flexvarlen.layout.row_split import RowSplit
 from flexvarlen.patches.forward.heads import user_loss
 from flexvarlen.patches.forward.inputs import CACHE_NAMES
 from flexvarlen.patches.models.heads import CAUSAL, PER_DOCUMENT, PER_ROW, PER_TOKEN
@@ -66,14 +66,14 @@ def prepare_shard(forward: ForwardInputs, group: ProcessGroup) -> None:
                 "or generated; call fv.shard_row on a batch with packed_layout, or unpatch_model."
             )
     layout, (batch, row_tokens) = boundaries["packed_layout"], tokens.shape[:2]
-    if not isinstance(layout, PackedLayout) or layout.shard is None:
+    if not isinstance(layout, PackedLayout) or layout.shard.is_whole:
         given = repr(layout) if isinstance(layout, PackedLayout) else type(layout).__name__
         raise ValueError(
             "packed_layout must be that of this rank's shard under sequence_parallel_group, got "
             f"{given}; call fv.shard_row on a batch that has one, or run whole rows inside `with "
             "fv.patched(model):`."
         )
-    _check_layout(layout, layout.shard, batch, row_tokens, tokens.device, group)
+    _check_layout(layout, batch, row_tokens, tokens.device, group)
     _check_attention(layout.shard, forward.parts)
     _check_pooling(forward)
     for name in ("position_ids", "labels", "shift_labels", LABEL_COUNTS, SAMPLE_COUNTS):
@@ -119,12 +119,7 @@ def _check_pooling(forward: ForwardInputs) -> None:
 
 
 def _check_layout(
-    layout: PackedLayout,
-    shard: RowShard,
-    batch: int,
-    row_tokens: int,
-    device: torch.device,
-    group: ProcessGroup,
+    layout: PackedLayout, batch: int, row_tokens: int, device: torch.device, group: ProcessGroup
 ) -> None:
     """Raise unless the layout is that of the tokens, and of this rank."""
     if batch != 1 or layout.total_tokens != row_tokens or layout.device != device:
@@ -133,7 +128,7 @@ def _check_layout(
             f"be [1, {row_tokens}], got {layout.total_tokens} tokens on {layout.device} and "
             f"{batch} rows; call fv.shard_row on the whole row."
         )
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    shard, rank, ranks = layout.shard, dist.get_rank(group), dist.get_world_size(group)
     if (shard.rank, shard.ranks) != (rank, ranks):
         raise ValueError(
             f"packed_layout must be the shard of rank {rank} of {ranks}, got that of rank "
@@ -141,9 +136,9 @@ def _check_layout(
         )
 
 
-def _check_attention(shard: RowShard, parts: ModelParts) -> None:
+def _check_attention(shard: RowSplit[PackedLayout], parts: ModelParts) -> None:
     """Raise unless the shard was made for the model's kinds of layers."""
-    if parts.recurrent and shard.method == "documents":
+    if parts.recurrent and shard.splits_documents and shard.links is None:
         raise ValueError(
             "a model with recurrent layers must get the next tokens of the row on each rank, got "
             "another shard; call fv.shard_row(batch, group, **fv.shard_options(model))."
@@ -177,14 +172,14 @@ def _check_loss(forward: ForwardInputs) -> None:
         )
 
 
-def take_own_labels(forward: ForwardInputs) -> Callable[[Tensor], Tensor] | None:
+def pop_shard_labels(forward: ForwardInputs) -> Callable[[Tensor], Tensor] | None:
     """Pop a shard's labels of its own tokens, as most heads take the mean over them.
 
     Returns:
         logits -> the shard's part of the loss of the row; None without such labels.
     """
     inputs = forward.inputs
-    if forward.group is None or forward.parts.head in CAUSAL or inputs.get("labels") is None:
+    if forward.parts.head in CAUSAL or inputs.get("labels") is None:
         return None
     labels = inputs.pop("labels")
     return functools.partial(

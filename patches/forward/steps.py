@@ -54,7 +54,7 @@ from flexvarlen.patches.forward.refusals import (
     refuse_inputs,
     refuse_reentrant_checkpoints,
 )
-from flexvarlen.patches.forward.sequence_parallel import prepare_shard, take_own_labels
+from flexvarlen.patches.forward.sequence_parallel import pop_shard_labels, prepare_shard
 from flexvarlen.patches.forward.wrapper import Steps
 from flexvarlen.patches.models.heads import CAUSAL, CHOICES, PER_DOCUMENT, PER_ROW
 from flexvarlen.patches.models.layers import dtype_of_queries, is_compiled_by_layer
@@ -261,7 +261,7 @@ def mask_first_labels(forward: ForwardInputs, layout: PackedLayout) -> None:
     Other heads' labels belong to the tokens themselves, and so do a tree's. Those of a shard's
     documents come shifted from `shard_row`, which masks them.
     """
-    if forward.parts.head in CAUSAL and layout.segments is None and layout.shard is None:
+    if forward.parts.head in CAUSAL and layout.segments is None and layout.shard.is_whole:
         first = unpredicted_tokens(layout)
         mask_labels(forward.module, forward.inputs, first, packs=forward.packs)
 
@@ -314,8 +314,8 @@ def pass_documents(forward: ForwardInputs, layout: PackedLayout, *, fills_cache:
     packed.padded_row_tokens = forward.padded_row_tokens
     counts = inputs.get(SAMPLE_COUNTS)
     packed.loss = take_loss(module, inputs)
-    if packed.loss is None:  # not `or`: Dynamo of torch 2.11 cannot trace whether a partial is true
-        packed.loss = take_own_labels(forward)
+    if not layout.shard.is_whole and packed.loss is None:
+        packed.loss = pop_shard_labels(forward)
     pass_on(inputs, packed, patch)
     if patch.parts.base_name:
         prepare_head(forward, packed, counts)
@@ -381,8 +381,8 @@ def prepare_head(forward: ForwardInputs, packed: PackedForward, counts: Tensor |
         counts: the sample_counts, or None.
     """
     inputs, parts, layout = forward.inputs, forward.parts, packed.layout
-    may_pad = (forward.is_explicit or forward.mask is not None) and forward.group is None
-    masked = forward.packs and may_pad
+    may_pad = forward.is_explicit or forward.mask is not None
+    masked = forward.packs and may_pad and layout.shard.is_whole
     inputs["attention_mask"] = packed.mask_of_rows(forward.batch) if masked else None
     has_counts = counts is not None or packed.loss is not None
     if forward.returns_router_logits and (has_counts or layout.segments is not None):
