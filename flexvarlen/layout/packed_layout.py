@@ -85,7 +85,7 @@ class PackedLayout:
         padding: Tensor | None = None,
         has_padding: bool | None = None,
         segments: Segments | None = None,
-        shard: RowSplit[PackedLayout] = WHOLE,
+        shard: RowSplit[PackedLayout] | None = None,
     ) -> None:
         if cu_seqlens.dtype != torch.int32 or (padding is not None and padding.dtype != torch.bool):
             raise ValueError(
@@ -102,7 +102,8 @@ class PackedLayout:
         self.padding = None if padding is None else padding.contiguous()
         self.has_padding = has_padding
         self.segments = segments
-        self.shard = shard
+        # Not a default argument, which Dynamo cannot trace if it is an object.
+        self.shard: RowSplit[PackedLayout] = WHOLE if shard is None else shard
         self._fixed_launch = False
         self._note_launch_sizes()
 
