@@ -224,7 +224,7 @@ def check_copy(to: PackedLayout, other: PackedLayout) -> None:
             "copy_ needs trees of equal capacity and max_depth in both layouts or in neither; make "
             "both with from_tree and the same capacity= and max_depth=."
         )
-    if to.shard is not None or other.shard is not None:
+    if not (to.shard.is_whole and other.shard.is_whole):
         raise NotImplementedError(
             "copy_ does not copy the shard of a row, whose tables are on the host; make a new one "
             "with fv.shard_row."

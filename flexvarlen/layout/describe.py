@@ -12,9 +12,10 @@ SHOWN_LENGTHS = 10  # of the documents
 
 def described(layout: PackedLayout) -> str:
     """The lengths of the documents, the first few of many, and the sizes."""
-    shard = "" if layout.shard is None else f"shard={layout.shard.rank} of {layout.shard.ranks}, "
+    shard = layout.shard
+    of_row = "" if shard.is_whole else f"shard={shard.rank} of {shard.ranks}, "
     return (
-        f"PackedLayout({_documents(layout)}, {shard}total_tokens={layout.total_tokens}, "
+        f"PackedLayout({_documents(layout)}, {of_row}total_tokens={layout.total_tokens}, "
         f"capacity={layout.capacity}, max_seqlen_bound={layout.max_seqlen_bound}, "
         f"device={layout.device})"
     )

@@ -6,7 +6,7 @@ Shapes: T = total_tokens (padding included), N = number of document slots (`capa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,10 +43,8 @@ from flexvarlen.layout.per_document import (
     split_documents,
 )
 from flexvarlen.layout.position_ids import compute_position_ids, traced_position_ids
+from flexvarlen.layout.row_split import WHOLE, RowSplit
 from flexvarlen.layout.segments import Segments, token_bounds
-
-if TYPE_CHECKING:
-    from flexvarlen.parallel.sharded_layout import RowShard
 
 
 class PackedLayout:
@@ -71,8 +69,8 @@ class PackedLayout:
             their outputs are zero.
         launch: the sizes that cu_seqlens kernels are launched with.
         segments: of documents that are trees, or None.
-        shard: if these are one rank's pieces of the documents of a longer row, how they go on at
-            the other ranks; else None. Made by `shard_row`.
+        shard: how the row is split over ranks, and which part of it this is, as `shard_row` makes
+            it; `WHOLE` of a row that is not split.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class PackedLayout:
         padding: Tensor | None = None,
         has_padding: bool | None = None,
         segments: Segments | None = None,
-        shard: RowShard | None = None,
+        shard: RowSplit[PackedLayout] | None = None,
     ) -> None:
         if cu_seqlens.dtype != torch.int32 or (padding is not None and padding.dtype != torch.bool):
             raise ValueError(
@@ -104,7 +102,8 @@ class PackedLayout:
         self.padding = None if padding is None else padding.contiguous()
         self.has_padding = has_padding
         self.segments = segments
-        self.shard = shard
+        # Not a default argument, which Dynamo cannot trace if it is an object.
+        self.shard: RowSplit[PackedLayout] = WHOLE if shard is None else shard
         self._fixed_launch = False
         self._note_launch_sizes()
 
@@ -537,15 +536,12 @@ max_seqlen_bound=6, device=cpu)
     def position_ids(self) -> Tensor:
         """int64 `[T]`: each token's position in its document, from 0; in a tree along its path.
 
-        In a shard of a row a document goes on where the rank before left off. No sync; traces.
+        In a shard of a row a document continues where the rank before left off. No sync; traces.
         """
         if self.segments is not None:
             return token_bounds(self.segments.table, self.total_tokens)[1].long()
         compute = traced_position_ids if is_traced() else compute_position_ids
-        positions = compute(self.cu_seqlens, self.total_tokens)
-        return (
-            positions if self.shard is None else positions + self.shard.starts[self.document_ids()]
-        )
+        return self.shard.positions(self, compute(self.cu_seqlens, self.total_tokens))
 
     def real_tokens(self) -> Tensor:
         """bool `[T]`: True where the token belongs to a document, False at padding.
@@ -679,7 +675,7 @@ max_seqlen_bound=6, device=cpu)
             padding=None if self.padding is None else move(self.padding),
             has_padding=self.has_padding,
             segments=None if self.segments is None else self.segments.moved(move),
-            shard=None if self.shard is None else self.shard.moved(move),
+            shard=self.shard.moved(move),
         )
         return made.fix_launch_sizes() if self._fixed_launch else made
 

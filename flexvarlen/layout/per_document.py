@@ -114,10 +114,10 @@ def document_boundaries(layout: PackedLayout) -> Tensor:
 
 
 def _require_whole_documents(layout: PackedLayout) -> None:
-    if layout.shard is not None and layout.shard.method != "trees":
+    if layout.shard.splits_documents:
         raise NotImplementedError(
-            "a shard of a row may have parts of documents, which go on at another rank; gather the "
-            "tokens of all ranks in the order of the row, and pass the whole row's layout."
+            "a shard of a row may have parts of documents, which continue on other ranks; gather "
+            "the tokens of all ranks in the order of the row, and pass the whole row's layout."
         )
 
 

@@ -129,7 +129,7 @@ class DocumentMask:
         [0, 0, 0, 1, 1]
         """
         require_layout("layout", layout)
-        if layout_k is None and layout.shard is not None and layout.shard.exchange is not None:
+        if layout_k is None and layout.shard.exchanges_keys:
             raise ValueError(
                 "layout must be of whole documents, got one rank's shard of a row with cut "
                 "ones; call flexvarlen.parallel.documents.documents_attention."

@@ -6,7 +6,6 @@ other ranks send. All heads stay on the rank, so ranks need not divide them.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -52,7 +51,7 @@ def documents_attention(
         NotImplementedError: one of these options.
     """
     shard, here = layout.shard, (dist.get_rank(group), dist.get_world_size(group))
-    if shard is None or (shard.rank, shard.ranks) != here:
+    if shard.is_whole or (shard.rank, shard.ranks) != here:
         raise ValueError(
             f"layout must be the shard of rank {here[0]} of {here[1]}, got {layout!r}; make it "
             "with sharded_layout or fv.shard_row."
@@ -73,8 +72,11 @@ def documents_attention(
     if why is not None:
         raise ValueError(why)
     check_tensors(q, k, v, layout, layout, options.get("sinks"))
-    mask = window, options.get("chunk")
-    layout_q, layout_k = shard.layouts(layout, *mask)
-    attend = partial(packed_attention, layout=layout_q, layout_k=layout_k, **options)
-    out: Tensor | tuple[Tensor, Tensor] = shard.attend(q, k, v, attend, group, *mask)
+    keys = shard.keys(window, options.get("chunk"), group)
+    layout_q, layout_k = keys.layouts(layout)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+        return packed_attention(q, k, v, layout_q, layout_k=layout_k, sinks=sinks, **options)
+
+    out: Tensor | tuple[Tensor, Tensor] = keys.attend(attend, q, k, v, options.pop("sinks", None))
     return out

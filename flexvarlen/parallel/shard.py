@@ -213,7 +213,7 @@ def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
             "batch must have its documents as packed_layout, a PackedLayout, got "
             f"{type(layout).__name__}; use PackedCollator or PackedLayout.from_lengths."
         )
-    if layout.shard is not None:
+    if not layout.shard.is_whole:
         return (
             f"packed_layout must be that of a whole row, got the shard of rank {layout.shard.rank} "
             f"of {layout.shard.ranks}; shard each row once."

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.row_split import OWN_KEYS, Attend, BoundaryLinks, RowKeys
 from flexvarlen.parallel.gather_keys import gather_keys
 from flexvarlen.parallel.key_exchange import KeyExchange
 from flexvarlen.parallel.pieces import Pieces
@@ -23,20 +24,43 @@ if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
 
 
+class GatheredKeys(NamedTuple):
+    """The keys of this rank and those that others send: `RowKeys` of a row with split documents.
+
+    Attributes:
+        exchange: which keys.
+        group: the ranks; None: all.
+    """
+
+    exchange: KeyExchange
+    group: ProcessGroup | None
+
+    def layouts(self, layout: PackedLayout) -> tuple[PackedLayout, PackedLayout | None]:
+        if self.exchange.own_keys is not None:
+            return self.exchange.layout_k, None
+        return layout, self.exchange.layout_k
+
+    def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+        k, v = gather_keys(k, v, self.exchange, self.group)
+        own_keys = self.exchange.own_keys
+        if own_keys is None:
+            return attend(q, k, v, sinks)
+        q = q.new_zeros(len(k), *q.shape[1:]).index_copy(0, own_keys, q)
+        return attend(q, k, v, sinks).index_select(0, own_keys)
+
+
 @dataclass(frozen=True)
 class RowShard:
-    """Where a rank's documents continue on other ranks, and what it exchanges with them.
+    """Where a rank's documents continue on other ranks, and what it exchanges: a `RowSplit`.
 
     Attributes:
         rank, ranks: the rank in the group, and the group's size.
-        method: how the row is divided: "documents", "contiguous" (each rank has the next tokens) or
-            "trees" (whole ones).
         starts: int64 `[capacity + 1]`, on the device of the tokens: the position of each piece's
             first token in its document; 0 in spare slots, and for padding.
         exchange: what the ranks exchange for attention; None if no document of the row is cut.
         causal: whether it is for causal attention.
-        hops: int64 `[3]` on the host, of contiguous ranks: whether the first document comes from
-            the rank before, whether the last one goes on at the next, and the slot of that one.
+        splits_documents: whether other rows may have cut documents: False of trees.
+        links: int64 `[3]` on the host, the `BoundaryLinks` of contiguous ranks; else None.
         window: the widest of layers with sliding windows.
         windowed: what the ranks exchange in these; None without a window, or if no document of the
             row is cut.
@@ -44,13 +68,23 @@ class RowShard:
 
     rank: int
     ranks: int
-    method: str
     starts: Tensor
     exchange: KeyExchange | None
     causal: bool
-    hops: Tensor | None = None
+    splits_documents: bool = True
+    links: Tensor | None = None
     window: int | None = None
     windowed: KeyExchange | None = None
+    is_whole: ClassVar[bool] = False
+
+    @property
+    def exchanges_keys(self) -> bool:
+        """Whether a document of the row is cut."""
+        return self.exchange is not None
+
+    def positions(self, layout: PackedLayout, positions: Tensor) -> Tensor:
+        """Positions in the documents, from those in the rank's pieces of them."""
+        return positions + self.starts[layout.document_ids()]
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> RowShard:
         """The same with `move` of the tensors on the device."""
@@ -64,7 +98,7 @@ class RowShard:
     def why_not(self, *, causal: bool, window: int | None) -> str | None:
         """Why it does not serve layers with such a mask, or None.
 
-        Whether or not a document is cut, so that it does not depend on the row.
+        Checked even when no document is cut, so the answer does not depend on the row.
         """
         two_sided = None if causal else window
         if self.causal is causal and (two_sided is None or two_sided <= (self.window or 0)):
@@ -76,56 +110,17 @@ class RowShard:
             f"fv.shard_row(batch, group, {wanted})."
         )
 
-    def layouts(
-        self, layout: PackedLayout, window: int | None, chunk: int | None
-    ) -> tuple[PackedLayout, PackedLayout | None]:
-        """The layouts of queries and keys (None: the same) for a mask.
+    def keys(
+        self, window: int | None, chunk: int | None, group: ProcessGroup | None
+    ) -> RowKeys[PackedLayout]:
+        """The keys of layers with this mask.
 
-        Args:
-            layout: this shard's.
-            window, chunk: the mask of the layer.
+        Layers with chunks, which count from a document's first token, need all keys before.
         """
-        exchange = self._exchange_for(window, chunk)
-        if exchange is None:
-            return layout, None
-        if exchange.own_keys is not None:
-            return exchange.layout_k, None
-        return layout, exchange.layout_k
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor], Any],
-        group: ProcessGroup | None,
-        window: int | None,
-        chunk: int | None,
-    ) -> Any:
-        """Gather the keys that other ranks have, then call `attend`.
-
-        Args:
-            q, k, v: `[C, H, D]` and `[C, Hkv, D]`, of the rank's own tokens.
-            attend: q, k, v of `layouts` -> the output.
-            group: the ranks; None: all.
-            window, chunk: the mask of the layer.
-
-        No sync; traces under `fullgraph=True`.
-        """
-        exchange = self._exchange_for(window, chunk)
-        if exchange is None:
-            return attend(q, k, v)
-        k, v = gather_keys(k, v, exchange, group)
-        if exchange.own_keys is None:
-            return attend(q, k, v)
-        q = q.new_zeros(len(k), *q.shape[1:]).index_copy(0, exchange.own_keys, q)
-        return attend(q, k, v).index_select(0, exchange.own_keys)
-
-    def _exchange_for(self, window: int | None, chunk: int | None) -> KeyExchange | None:
-        """Layers with chunks, which count from a document's first token, need all keys before."""
+        exchange = self.windowed
         if window is None or self.window is None or window > self.window or chunk is not None:
-            return self.exchange
-        return self.windowed
+            exchange = self.exchange
+        return OWN_KEYS if exchange is None else GatheredKeys(exchange, group)
 
 
 def sharded_layout(
@@ -160,19 +155,21 @@ def sharded_layout(
     layout.shard = RowShard(
         rank,
         plan.ranks,
-        method="contiguous" if plan.contiguous else "documents",
         starts=starts,
         exchange=exchange,
         causal=plan.causal,
-        hops=_hops(pieces, rank) if plan.contiguous else None,
+        links=_links(pieces, rank) if plan.contiguous else None,
         window=window,
         windowed=windowed,
     )
     return layout.to(device)
 
 
-def _hops(pieces: Pieces, rank: int) -> Tensor:
+def _links(pieces: Pieces, rank: int) -> Tensor:
     own, following = pieces[rank], pieces[rank + 1] if rank + 1 < len(pieces) else ()
-    receives = bool(own) and own[0].start > 0
-    sends = bool(own and following) and own[-1].document == following[0].document
-    return torch.tensor([receives, sends, max(len(own) - 1, 0)], dtype=torch.int64, device="cpu")
+    found = BoundaryLinks(
+        continues_from_previous=bool(own) and own[0].start > 0,
+        continues_on_next=bool(own and following) and own[-1].document == following[0].document,
+        last_slot=max(len(own) - 1, 0),
+    )
+    return torch.tensor(found, dtype=torch.int64, device="cpu")

@@ -51,7 +51,7 @@ def own_trees(
         max_depth=1 if segments is None else segments.max_depth,
     )
     starts = torch.zeros(layout.capacity + 1, dtype=torch.int64, device="cpu")
-    made.shard = RowShard(rank, ranks, "trees", starts, exchange=None, causal=True)
+    made.shard = RowShard(rank, ranks, starts, exchange=None, causal=True, splits_documents=False)
     return order[rank], made.to(layout.device)
 
 

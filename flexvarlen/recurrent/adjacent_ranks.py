@@ -2,7 +2,7 @@
 
 Each rank holds T consecutive tokens of a row. The convolution needs the last tokens of the rank
 before, and the scan its final state; their gradients go back. Only ranks between which a document
-goes on talk to one another, and both ends in the same order.
+continues talk to one another, and both ends in the same order.
 
 Shapes: T = tokens of a rank, C channels, REACH = the widest convolution's kernel size - 1.
 
@@ -12,33 +12,15 @@ Imports: torch. Never transformers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flexvarlen.layout.launch_sizes import NOT_CAPTURED
+from flexvarlen.layout.row_split import BoundaryLinks
 from flexvarlen.recurrent.documents import REACH
-
-
-class Hops(NamedTuple):
-    """Where the documents of a rank go on; `RowShard.hops` as integers.
-
-    Attributes:
-        receives: 1 if the first document comes from the rank before, else 0.
-        sends: 1 if the last document goes on at the next rank, else 0.
-        last: the slot of the last document.
-    """
-
-    receives: int
-    sends: int
-    last: int
-
-    @classmethod
-    def of(cls, hops: Tensor | None) -> Hops:
-        """Those of a tensor on the host; none of None."""
-        return cls(0, 0, 0) if hops is None else cls(*hops.tolist())
 
 
 def send(x: Tensor, step: int, group: str) -> Any:
@@ -81,41 +63,42 @@ def shift(sent: Tensor | None, received: Tensor | None, step: int, group: str) -
 
 
 @torch.library.custom_op("flexvarlen::prepend_tokens", mutates_args=(), tags=NOT_CAPTURED)
-def prepend_tokens(x_TC: Tensor, hops: Tensor, group: str) -> Tensor:
-    """`[REACH + T, C]`: x behind the last tokens of the rank before, or zeros if none go on."""
-    found, own = Hops.of(hops), x_TC.contiguous()
+def prepend_tokens(x_TC: Tensor, links: Tensor, group: str) -> Tensor:
+    """`[REACH + T, C]`: x behind the last tokens of the rank before, or zeros if none continues."""
+    found, own = BoundaryLinks.of(links), x_TC.contiguous()
     out = x_TC.new_empty(REACH + len(x_TC), x_TC.shape[1])
     out[REACH:] = own
     out[:REACH] = 0
-    sent, received = own[-REACH:], out[:REACH]
-    shift(sent if found.sends else None, received if found.receives else None, 1, group)
+    sent = own[-REACH:] if found.continues_on_next else None
+    received = out[:REACH] if found.continues_from_previous else None
+    shift(sent, received, 1, group)
     return out
 
 
 @torch.library.custom_op("flexvarlen::prepend_tokens_backward", mutates_args=(), tags=NOT_CAPTURED)
-def _prepend_tokens_backward(grad: Tensor, hops: Tensor, group: str) -> Tensor:
-    found, grad = Hops.of(hops), grad.contiguous()
+def _prepend_tokens_backward(grad: Tensor, links: Tensor, group: str) -> Tensor:
+    found, grad = BoundaryLinks.of(links), grad.contiguous()
     dx = grad[REACH:].clone()
     returned = dx.new_zeros(REACH, dx.shape[1])
-    sent = grad[:REACH]
-    shift(sent if found.receives else None, returned if found.sends else None, -1, group)
+    sent = grad[:REACH] if found.continues_from_previous else None
+    shift(sent, returned if found.continues_on_next else None, -1, group)
     dx[-REACH:] += returned
     return dx
 
 
 @prepend_tokens.register_fake
-def _(x_TC: Tensor, hops: Tensor, group: str) -> Tensor:
+def _(x_TC: Tensor, links: Tensor, group: str) -> Tensor:
     return x_TC.new_empty(REACH + x_TC.shape[0], x_TC.shape[1])
 
 
 @_prepend_tokens_backward.register_fake
-def _(grad: Tensor, hops: Tensor, group: str) -> Tensor:
+def _(grad: Tensor, links: Tensor, group: str) -> Tensor:
     return grad.new_empty(grad.shape[0] - REACH, grad.shape[1])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, hops, ctx.group = inputs
-    ctx.save_for_backward(hops)
+    _, links, ctx.group = inputs
+    ctx.save_for_backward(links)
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -40,9 +40,9 @@ def causal_convolution(
             f"a convolution over ranks must have a width of at most {WIDEST_CONVOLUTION}, got "
             f"{weight.shape[1]}; give each rank rows of its own."
         )
-    if documents.hops is None:
+    if documents.links is None:
         return _convolution(x_TC, weight, bias, silu, documents)
-    x_TC = prepend_tokens(x_TC, documents.hops, documents.group)
+    x_TC = prepend_tokens(x_TC, documents.links, documents.group)
     return _convolution(x_TC, weight, bias, silu, documents)[REACH:]
 
 

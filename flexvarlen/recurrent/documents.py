@@ -60,10 +60,10 @@ class RecurrentDocuments:
         tokens: from the order of the row to that of recurrent layers, and back.
         branches: of trees; None of plain documents.
         over_ranks: whether a document of such a row may lie on several ranks.
-        hops: `RowShard.hops`, if one of this row does; else None.
+        links: `BoundaryLinks`, if one of this row does; else None.
         group: the name of the ranks' group, of a shard.
         previous: int32 `[T]`, the token before each in its document, or on its path; -1 if none.
-            With hops `[REACH + T]`, of the last tokens of the rank before too.
+            With links `[REACH + T]`, of the last tokens of the rank before too.
         next_tokens: of trees, whose convolution reads each token (see `_next_tokens`); else None.
         padding: bool `[T]`, True at padding; None where the host knows that there is none.
         cu_seqlens: int32 `[N + 3]`: the boundaries, then T twice. Slot i holds the tokens from
@@ -99,19 +99,15 @@ class RecurrentDocuments:
         slots = slots_of(starts, tokens)
         first = -1 if segments is None else segments.by_level.table[2][slots]
         self.previous = torch.where(tokens == starts[slots], first, tokens - 1)
-        shard = layout.shard
-        self.hops, self.group = None, group
-        self.over_ranks = False
-        if shard is not None and shard.method == "contiguous":
-            self.over_ranks = True
-            if total_tokens < REACH:
-                raise ValueError(
-                    f"each rank must have at least the {REACH} tokens that a convolution reaches "
-                    f"back, got {total_tokens}; pack longer rows, or use fewer ranks."
-                )
-            if shard.exchange is not None:
-                self.hops = shard.hops
-                self.previous = _with_tokens_before(self.previous, shard.starts[0])
+        self.over_ranks, self.group = layout.shard.links is not None, group
+        if self.over_ranks and total_tokens < REACH:
+            raise ValueError(
+                f"each rank must have at least the {REACH} tokens that a convolution reaches back, "
+                f"got {total_tokens}; pack longer rows, or use fewer ranks."
+            )
+        self.links = layout.shard.links if layout.shard.exchanges_keys else None
+        if self.links is not None:
+            self.previous = _with_tokens_before(self.previous, layout.position_ids()[0])
         self.tokens: TokenMap = SameOrder()
         self.branches = None
         if segments is not None:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flexvarlen.layout.row_split import BoundaryLinks
 from flexvarlen.recurrent import fla_kernels
-from flexvarlen.recurrent.adjacent_ranks import Hops, receive_state, send_state
+from flexvarlen.recurrent.adjacent_ranks import receive_state, send_state
 from flexvarlen.recurrent.convolution import causal_convolution
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels.check import OPERATORS, why_wrong
@@ -230,24 +231,26 @@ def _loop_over_documents(
             f"ones would wait for each other, got none: {why}; give each rank rows of its own."
         )
     _warn_of_loop(why)
-    layout, branches, hops = documents.layout, documents.branches, Hops.of(documents.hops)
+    layout, branches = documents.layout, documents.branches
+    links = BoundaryLinks.of(documents.links)
     host = None if branches else layout.cu_seqlens_host
     ends: list[int] = (documents.cu_seqlens[:-2] if host is None else host).tolist()
     parents: list[int] = branches.parents.tolist() if branches else []
     with_children, dtype = set(parents), torch.promote_types(like.dtype, torch.float32)
     states: dict[int, Tensor | None] = {}
     outs: dict[int, Tensor] = {}
-    for slot in (*range(hops.receives, len(ends) - 1), *range(hops.receives)):
+    waiting = range(links.continues_from_previous)
+    for slot in (*range(len(waiting), len(ends) - 1), *waiting):
         start, end = ends[slot : slot + 2]
         state = states[parents[slot]] if parents and parents[slot] >= 0 else None
-        if slot < hops.receives:
+        if slot in waiting:
             sources = [*rows, *of_state.weights]
             state = receive_state(of_state.shape, dtype, documents.group, sources)
         if end > start:
-            goes_on = bool(hops.sends) and slot == hops.last
+            continues = bool(links.continues_on_next) and slot == links.last_slot
             row = (x[:, start:end] for x in rows)
-            out, state = run(state, goes_on or slot in with_children, *row)
-            if goes_on:
+            out, state = run(state, continues or slot in with_children, *row)
+            if continues:
                 assert state is not None
                 out = send_state(out, state.to(dtype), documents.group)
             outs[slot] = out.to(like.dtype)

@@ -17,6 +17,7 @@ from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.attention.call import AttentionCall, Backend, is_past_int32
 from flexvarlen.attention.choose import choose
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.row_split import RowKeys
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.patches.attention.backend_choice import chosen_for, refusal_of_layers
 from flexvarlen.patches.batch.row import Row
@@ -53,12 +54,14 @@ class Route(NamedTuple):
         call: the static arguments of their calls.
         mask: of this forward's documents.
         plan: the backend's plan for this mask.
+        keys: those that queries attend to; those of this rank, or of others too.
     """
 
     backend: Backend
     call: AttentionCall
     mask: DocumentMask
     plan: Any
+    keys: RowKeys[PackedLayout]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Call the kernel; the output `[T, H, D]`."""
@@ -66,7 +69,7 @@ class Route(NamedTuple):
         return out
 
 
-A_SHARD_ALONE = (
+SHARD_WITHOUT_GROUP = (
     "packed_layout must be of whole documents, got one rank's shard of a row; pass "
     "sequence_parallel_group= to patch_model."
 )
@@ -123,8 +126,8 @@ class PackedForward:
         self.deterministic, self.batch_invariant = deterministic, batch_invariant
         self.training, self.kinds = training, kinds
         self.has_all_kinds = has_all_kinds
-        if layout.shard is not None and group is None:
-            raise ValueError(A_SHARD_ALONE)
+        if group is None and not layout.shard.is_whole:
+            raise ValueError(SHARD_WITHOUT_GROUP)
         self.chunk_size, self.has_temperature = chunk_size, has_temperature
         self.routes: dict[LayerKind, Route] = {}
         self.recurrent, self.delivery = recurrent, Delivery()
@@ -194,11 +197,7 @@ class PackedForward:
         route = self.route(kind, q.dtype, needs_gradients(q, k, v, sinks))
         if forward_ad._current_level >= 0:
             refuse_forward_mode(route.backend.name, q, k, v, sinks)
-        shard = self.layout.shard
-        if shard is None:
-            return route.attend(q, k, v, sinks)
-        attend = partial(route.attend, sinks=sinks)
-        out: Tensor = shard.attend(q, k, v, attend, self.group, kind.window, kind.chunk)
+        out: Tensor = route.keys.attend(route.attend, q, k, v, sinks)
         return out
 
     def route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
@@ -240,9 +239,8 @@ class PackedForward:
             )
 
     def _make_route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
-        layout, layout_k, shard = self.layout, None, self.layout.shard
-        if shard is not None:
-            layout, layout_k = shard.layouts(layout, kind.window, kind.chunk)
+        keys = self.layout.shard.keys(kind.window, kind.chunk, self.group)
+        layout, layout_k = keys.layouts(self.layout)
         call = kind.call(
             layout.device,
             dtype,
@@ -257,9 +255,9 @@ class PackedForward:
         backend = self._backend_for(kind, call, mask)
         for other in tuple(self.routes.values()):
             if other.backend is backend and other.mask.spec == call.spec:
-                return Route(backend, call, other.mask, other.plan)
+                return Route(backend, call, other.mask, other.plan, keys)
         plan = backend.plan(mask, batch_invariant=self.batch_invariant)
-        return Route(backend, call, mask, plan)
+        return Route(backend, call, mask, plan, keys)
 
     def _backend_for(self, kind: LayerKind, call: AttentionCall, mask: DocumentMask) -> Backend:
         asked = chosen_for(self.backend, kind.layer_type)

@@ -68,7 +68,7 @@ def _next_tokens(given: Given, layout: PackedLayout, several: bool) -> Targets:
 
     Labels of a tree come with `weighted`, and those of a shard shifted from `shard_row`.
     """
-    if layout.segments is not None or layout.shard is not None:
+    if layout.segments is not None or not layout.shard.is_whole:
         return NO_TARGETS
     return Targets(next_token_labels(given, unpredicted_tokens(layout), several))
 

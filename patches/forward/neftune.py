@@ -54,7 +54,7 @@ def _add_noise(embeddings: Any, args: tuple[Any, ...], output: Tensor) -> Tensor
     layout, row_tokens = packed.layout, packed.row.padded_row_tokens
     tokens: Any = row_tokens
     if row_tokens is None or packed.row.padded is None:
-        if layout.segments is not None or packed.group is not None:
+        if layout.segments is not None or not layout.shard.is_whole:
             raise NotImplementedError(
                 "neftune_noise_alpha needs documents that lie in one piece, got trees or a "
                 "sequence_parallel_group; remove neftune_noise_alpha."

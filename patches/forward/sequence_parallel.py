@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel.sharded_layout import RowShard
+from flexvarlen.layout.row_split import RowSplit
 from flexvarlen.patches.batch.given import CACHE_NAMES, Given
 from flexvarlen.patches.forward.heads import user_loss
 from flexvarlen.patches.forward.refusals import Refusal, refuse
@@ -61,8 +61,8 @@ _COLUMNS = ("position_ids", "labels", "shift_labels", LABEL_COUNTS, SAMPLE_COUNT
 _FOR_LOSS = ("shift_labels", "num_items_in_batch")
 
 
-def _shard(given: Given) -> RowShard:
-    shard: RowShard = given.boundaries["packed_layout"].shard
+def _shard(given: Given) -> RowSplit[PackedLayout]:
+    shard: RowSplit[PackedLayout] = given.boundaries["packed_layout"].shard
     return shard
 
 
@@ -77,7 +77,7 @@ def _no_shard(given: Given) -> str | None:
     layout = given.boundaries["packed_layout"]
     if not isinstance(layout, PackedLayout):
         return type(layout).__name__
-    return repr(layout) if layout.shard is None else None
+    return repr(layout) if layout.shard.is_whole else None
 
 
 def _other_tokens(given: Given) -> str | None:
@@ -161,7 +161,9 @@ SHARDS = (
         "packed_layout must be the shard of {got}; call fv.shard_row with the group of the model.",
     ),
     Refusal(
-        lambda given: given.parts.recurrent and _shard(given).method == "documents",
+        lambda given: (
+            given.parts.recurrent and _shard(given).splits_documents and _shard(given).links is None
+        ),
         "a model with recurrent layers must get the next tokens of the row on each rank, got "
         "another shard; call fv.shard_row(batch, group, **fv.shard_options(model)).",
     ),

@@ -131,7 +131,7 @@ def attach_row(given: Given, row: Row) -> Inputs:
     attach_context(inputs, packed, patch)
     if patch.parts.base_name:
         has_mask = given.is_explicit or given.mask is not None
-        masked = row.several and has_mask and patch.sequence_parallel_group is None
+        masked = row.several and has_mask and row.layout.shard.is_whole
         inputs["attention_mask"] = packed.mask_of_rows(given.shape[0]) if masked else None
         for change in patch.stages.head:
             change(given, row, packed, inputs)

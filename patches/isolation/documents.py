@@ -23,7 +23,7 @@ def why_not_whole(model: nn.Module, batch: object, layout: PackedLayout | None) 
     given = layout or (batch.get("packed_layout") if isinstance(batch, Mapping) else None)
     if shares_rows(model):
         what = "a model with sequence_parallel_group"
-    elif isinstance(given, PackedLayout) and given.shard is not None:
+    elif isinstance(given, PackedLayout) and not given.shard.is_whole:
         what = "a shard of fv.shard_row"
     else:
         return None

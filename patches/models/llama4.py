@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flexvarlen.patches.batch.positions import default_positions
@@ -22,12 +21,11 @@ def own_temperature(
 ) -> Tensor:
     """Rescale queries from the scale of their position in the row to that in their document.
 
-    Unchanged in short rows and in layers with RoPE. With a group these are the queries of a shard.
+    Unchanged in short rows and in layers with RoPE.
     """
-    layout, group = context.layout, context.group
+    layout = context.layout
     floor_scale: Any = layer.floor_scale
-    longest = row_tokens if group is None else row_tokens * dist.get_world_size(group)
-    if layer.use_rope or longest < floor_scale:
+    if layer.use_rope or row_tokens * layout.shard.ranks < floor_scale:
         return q_THD
     in_row = torch.arange(q_THD.shape[0], device=q_THD.device) % row_tokens
     padded = context.row.padded

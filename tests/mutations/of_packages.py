@@ -206,8 +206,8 @@ MUTATIONS = (
     ),
     Mutation(
         "parallel: positions begin anew in each piece",
-        "flexvarlen/layout/packed_layout.py",
-        "positions + self.shard.starts[self.document_ids()]",
+        "flexvarlen/parallel/sharded_layout.py",
+        "positions + self.starts[layout.document_ids()]",
         "positions",
         DOCUMENTS,
     ),

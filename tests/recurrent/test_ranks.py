@@ -1,4 +1,4 @@
-"""A row over ranks: convolutions and scans go on at the next rank as in one piece.
+"""A row over ranks: convolutions and scans continue on the next rank as in one piece.
 
 The ranks run one after another in this process, forward from the first and backward from the last,
 and what one sends waits for the other in a mailbox.
@@ -170,7 +170,7 @@ def test_plain_torch_is_refused_over_gpus():
 def test_nothing_passes_where_no_document_is_cut():
     docs, _ = shards((30, 20, 10, 50), 2, 120)
     for each in docs:
-        assert each.hops is None
+        assert each.links is None
         assert len(each.previous) == 60
         assert not Boundaries.of(each).pass_states
 
@@ -240,8 +240,8 @@ def states_of(walk, docs, mailbox):
     received = walk(Boundaries.of(docs), torch.zeros(1, 1, 1, 1, 1), run)
     assert sorted(found) == list(range(len(ends) - 1))
     waited = [slot for slot in at if at[slot] and ends[slot] < ends[slot + 1]]
-    if docs.hops is not None:
-        receives, sends, last = docs.hops.tolist()
+    if docs.links is not None:
+        receives, sends, last = docs.links.tolist()
         if walk is levels.run_levels_forward:
             assert waited == [0] * receives
             first = found.copy()
@@ -291,4 +291,4 @@ def test_operators_trace(kind):
 def test_documents_on_another_device_keep_their_ranks():
     docs, _ = shards((120,), 2, 120)
     moved = docs[1].to("meta")
-    assert (moved.group, moved.hops.tolist()) == ("1", [1, 0, 0])
+    assert (moved.group, moved.links.tolist()) == ("1", [1, 0, 0])

@@ -26,6 +26,7 @@ from flexvarlen.bench.suites.training.trainer import (
 from flexvarlen.measure import memory_meaning, peak_memory_mib, summarize
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.shard import Method, shard_batch
+from flexvarlen.parallel.sharded_layout import RowShard
 
 WARMUP_STEPS = 2
 
@@ -68,7 +69,7 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
 
 def _exchanged_tokens(layout: fv.PackedLayout) -> int:
     """Tokens whose keys are sent in a layer's forward, by all ranks together."""
-    assert layout.shard is not None
+    assert isinstance(layout.shard, RowShard)
     exchange = layout.shard.exchange
     own = 0 if exchange is None else int(exchange.receive_counts.sum())
     of_all: list[int] = [0] * dist.get_world_size()

@@ -27,7 +27,7 @@ def decayed_scan(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
-    hops: Tensor | None,
+    links: Tensor | None,
     group: str,
 ) -> list[Tensor]:
     """`state = exp(g) * state + k v`, `output = q state`, from zeros or the state of the parent.
@@ -36,7 +36,7 @@ def decayed_scan(
         q, k: `[1, T, G, K]`, each for H / G heads one after another.
         v: `[1, T, H, V]`.
         g: log of the decay, fp32 `[1, T, H]`.
-        cu_seqlens, chunk_indices, parents, levels, hops, group: `Boundaries`.
+        cu_seqlens, chunk_indices, parents, levels, links, group: `Boundaries`.
 
     Returns:
         The output `[1, T, H, V]`, then what the backward needs.
@@ -45,7 +45,7 @@ def decayed_scan(
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, links, group)
     q, k = (_expanded(x, v.shape[2]) for x in (q, k))
     v, g, others = v.contiguous(), g.contiguous(), boundaries.kwargs()
     g_sum = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **others)
@@ -66,14 +66,14 @@ def _decayed_scan_backward(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
-    hops: Tensor | None,
+    links: Tensor | None,
     group: str,
 ) -> list[Tensor]:
     from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv
     from fla.ops.utils import chunk_local_cumsum
 
     avoid_wrong_kernel()
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, links, group)
     q_all, k_all = (_expanded(x, v.shape[2]) for x in (q, k))
     v, do, others = v.contiguous(), grad.contiguous(), boundaries.kwargs()
     h, _ = decayed_states(k_all, v, g_sum, boundaries, torch.float32, received)

@@ -32,7 +32,7 @@ def gated_delta_rule(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
-    hops: Tensor | None,
+    links: Tensor | None,
     group: str,
 ) -> list[Tensor]:
     """The gated delta rule over documents or trees, with L2-normalized queries and keys.
@@ -40,7 +40,7 @@ def gated_delta_rule(
     Args:
         g: log of the decay, fp32 `[1, T, HV]`.
         beta: `[1, T, HV]`.
-        cu_seqlens, chunk_indices, parents, levels, hops, group: `Boundaries`.
+        cu_seqlens, chunk_indices, parents, levels, links, group: `Boundaries`.
 
     Returns:
         The output `[1, T, HV, V]`, then what the backward needs.
@@ -48,7 +48,7 @@ def gated_delta_rule(
     from fla.ops.common.chunk_o import chunk_fwd_o
     from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, links, group)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     units = _normalized(q, k)
     g_sum = _sums_of_chunks(g, boundaries)
@@ -69,14 +69,14 @@ def _gated_delta_rule_backward(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
-    hops: Tensor | None,
+    links: Tensor | None,
     group: str,
 ) -> list[Tensor]:
     from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local
     from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 
     avoid_wrong_kernel()
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, links, group)
     received, g_sum, inverse, *units = kept
     q, k, scale = units[0], units[2], units[0].shape[-1] ** -0.5
     v, beta, do = (x.contiguous() for x in (v, beta, grad))
@@ -107,14 +107,14 @@ def kimi_delta_rule(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
-    hops: Tensor | None,
+    links: Tensor | None,
     group: str,
 ) -> list[Tensor]:
     """As `gated_delta_rule`, with g fp32 `[1, T, H, K]` and HV = H."""
     from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
     from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, links, group)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     units, scale = _normalized(q, k), q.shape[-1] ** -0.5
     g_sum = _sums_of_chunks(g, boundaries)
@@ -137,14 +137,14 @@ def _kimi_delta_rule_backward(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
-    hops: Tensor | None,
+    links: Tensor | None,
     group: str,
 ) -> list[Tensor]:
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
     from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
     from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, hops, group)
+    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, links, group)
     received, g_sum, scores, inverse, *units = kept
     q, k, scale = units[0], units[2], units[0].shape[-1] ** -0.5
     v, beta, do = (x.contiguous() for x in (v, beta, grad))

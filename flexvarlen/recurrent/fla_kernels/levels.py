@@ -6,7 +6,7 @@ level on, where the gradient of a state is the sum over the segments that start 
 order.
 
 Of a row over several ranks, the first document of a rank may start from the final state of the rank
-before, and its last one may go on at the next. What waits for no rank runs first.
+before, and its last one may continue on the next. What waits for no rank runs first.
 
 Shapes: HV = heads of values; K, V = head_dim of keys and of values.
 """
@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.recurrent.adjacent_ranks import Hops, receive, send
+from flexvarlen.layout.row_split import BoundaryLinks
+from flexvarlen.recurrent.adjacent_ranks import receive, send
 from flexvarlen.recurrent.documents import CHUNK, RecurrentDocuments
 
 
@@ -29,14 +30,14 @@ class Boundaries(NamedTuple):
 
     Attributes:
         parents, levels: of trees; None of plain documents.
-        hops, group: of `RecurrentDocuments`, where documents go on from rank to rank.
+        links, group: of `RecurrentDocuments`, where documents continue from rank to rank.
     """
 
     cu_seqlens: Tensor
     chunk_indices: Tensor
     parents: Tensor | None = None
     levels: Tensor | None = None
-    hops: Tensor | None = None
+    links: Tensor | None = None
     group: str = ""
 
     @classmethod
@@ -45,12 +46,12 @@ class Boundaries(NamedTuple):
         branches = documents.branches
         parents, levels = (None, None) if branches is None else (branches.parents, branches.levels)
         of_row = documents.cu_seqlens, documents.chunk_indices
-        return cls(*of_row, parents, levels, documents.hops, documents.group)
+        return cls(*of_row, parents, levels, documents.links, documents.group)
 
     @property
     def pass_states(self) -> bool:
         """Whether a slot starts from the state of another, or of another rank."""
-        return self.parents is not None or self.hops is not None
+        return self.parents is not None or self.links is not None
 
     def kwargs(self) -> dict[str, Tensor]:
         """By fla's names."""
@@ -125,7 +126,7 @@ def run_levels_forward(
     Returns:
         The state that the first slot starts from, `[HV, K, V]`; `[0]` if the row is on one rank.
     """
-    if boundaries.hops is not None:
+    if boundaries.links is not None:
         if received is None:
             return _along_ranks(boundaries, like, launch)
         every = _every_slot(boundaries)
@@ -145,7 +146,7 @@ def run_levels_forward(
 
 def run_levels_backward(boundaries: Boundaries, like: Tensor, launch: LaunchLevel) -> None:
     """Run a kernel that reads gradients of the final states, and writes those of the initial."""
-    if boundaries.hops is not None:
+    if boundaries.links is not None:
         _along_ranks(boundaries, like, launch, back=True)
         return
     levels, others = _levels(boundaries)
@@ -184,13 +185,15 @@ def _along_ranks(
     Returns:
         What was received, or zeros.
     """
-    every, hops = _every_slot(boundaries), Hops.of(boundaries.hops)
+    every, links = _every_slot(boundaries), BoundaryLinks.of(boundaries.links)
     if back:
-        step, first_waiting, leaving = -1, hops.last if hops.sends else every.slots, 0
+        step, leaving, is_sent = -1, 0, links.continues_from_previous
+        first_waiting = links.last_slot if links.continues_on_next else every.slots
         ready, waiting = range(first_waiting), range(first_waiting, every.slots)
     else:
-        step, leaving = 1, hops.last
-        ready, waiting = range(hops.receives, every.slots), range(hops.receives)
+        step, leaving, is_sent = 1, links.last_slot, links.continues_on_next
+        waiting = range(links.continues_from_previous)
+        ready = range(len(waiting), every.slots)
     works, received = [], like.new_zeros(like.shape[2:], dtype=torch.float32)
     for slots in (ready, waiting):
         if not slots:
@@ -203,7 +206,7 @@ def _along_ranks(
             receive(received, -step, boundaries.group).wait()
         found = torch.empty_like(given)
         launch(level, given, found)
-        if leaving in slots and (hops.receives if back else hops.sends):
+        if is_sent and leaving in slots:
             works.append(send(found[leaving - slots.start], step, boundaries.group))
     for work in works:
         work.wait()

@@ -1,0 +1,150 @@
+"""How a row is split over ranks: what a layout's `shard` answers; `WHOLE`, of a row that is not.
+
+A shard is one of `flexvarlen.parallel`: some documents whole and some split, the row's next tokens,
+or whole trees. What depends on it asks the object, and not which of these it is.
+
+Shapes: T = tokens of this rank, H = num_heads, D = head_dim.
+
+Imports: torch. Never transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+if TYPE_CHECKING:  # not available in a torch built without distributed
+    from torch.distributed import ProcessGroup
+
+Layout = TypeVar("Layout")
+"""`PackedLayout`, which imports this module."""
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]
+"""q `[T, H, D]`, k, v and sinks -> the output."""
+
+
+class RowKeys(Protocol[Layout]):
+    """The keys that a rank's queries attend to, under one mask."""
+
+    def layouts(self, layout: Layout) -> tuple[Layout, Layout | None]:
+        """The layouts of queries and keys (None: the same), of a rank's layout."""
+
+    def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+        """Call `attend` with these keys.
+
+        Args:
+            attend: takes q, k and v of `layouts`.
+            q, k, v: of the rank's own tokens.
+
+        No sync; traces under `fullgraph=True`.
+        """
+
+
+class RowSplit(Protocol[Layout]):
+    """How a row is split over ranks, and which of its tokens are here."""
+
+    @property
+    def rank(self) -> int:
+        """The rank in the group."""
+
+    @property
+    def ranks(self) -> int:
+        """The size of the group."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the row is not split, so that no group is needed; False for a group of one."""
+
+    @property
+    def splits_documents(self) -> bool:
+        """Whether rows split in this way may have documents on several ranks."""
+
+    @property
+    def exchanges_keys(self) -> bool:
+        """Whether a document of this row is on several ranks."""
+
+    @property
+    def links(self) -> Tensor | None:
+        """`BoundaryLinks` if each rank has the row's next tokens, as recurrent layers need."""
+
+    def positions(self, layout: Layout, positions: Tensor) -> Tensor:
+        """int64 `[T]`: positions in the documents, from those in the pieces that are here."""
+
+    def keys(
+        self, window: int | None, chunk: int | None, group: ProcessGroup | None
+    ) -> RowKeys[Layout]:
+        """The keys of layers with this mask.
+
+        Args:
+            window, chunk: as in `packed_attention`.
+            group: the ranks; None: all.
+        """
+
+    def why_not(self, *, causal: bool, window: int | None) -> str | None:
+        """Why it does not serve layers with such a mask, or None."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> RowSplit[Layout]:
+        """The same with `move` of the tensors on the device of the tokens."""
+
+
+class BoundaryLinks(NamedTuple):
+    """Which documents of a rank continue on its neighbours.
+
+    Attributes:
+        continues_from_previous: 1 if the first document continues one of the previous rank, else 0.
+        continues_on_next: 1 if the last document continues on the next rank, else 0.
+        last_slot: the slot of the last document.
+    """
+
+    continues_from_previous: int
+    continues_on_next: int
+    last_slot: int
+
+    @classmethod
+    def of(cls, links: Tensor | None) -> BoundaryLinks:
+        """Those of an int64 tensor `[3]` on the host; none of None."""
+        return cls(0, 0, 0) if links is None else cls(*links.tolist())
+
+
+# ---- a row that is not split ----
+
+
+class _OwnKeys:
+    """Queries attend to the keys that are here."""
+
+    def layouts(self, layout: Layout) -> tuple[Layout, Layout | None]:
+        return layout, None
+
+    def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+        return attend(q, k, v, sinks)
+
+    def __reduce__(self) -> str:
+        return "OWN_KEYS"  # a copy is the same object
+
+
+class _Whole:
+    """All tokens of the row are here."""
+
+    rank, ranks = 0, 1
+    is_whole, splits_documents, exchanges_keys = True, False, False
+    links = None
+
+    def positions(self, layout: Any, positions: Tensor) -> Tensor:
+        return positions
+
+    def keys(self, window: int | None, chunk: int | None, group: Any) -> RowKeys[Any]:
+        return OWN_KEYS
+
+    def why_not(self, *, causal: bool, window: int | None) -> str | None:
+        return None
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> RowSplit[Any]:
+        return self
+
+    def __reduce__(self) -> str:
+        return "WHOLE"
+
+
+OWN_KEYS: RowKeys[Any] = _OwnKeys()
+WHOLE: RowSplit[Any] = _Whole()
