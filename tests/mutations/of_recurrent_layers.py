@@ -37,7 +37,7 @@ MUTATIONS = (
     ),
     Mutation(
         "recurrent: gradients are in the order of the levels",
-        f"{RECURRENT}/documents.py",
+        "flexvarlen/layout/token_map.py",
         "ctx.save_for_backward(inputs[2])",
         "ctx.save_for_backward(inputs[1])",
         f"{TESTS}/test_documents.py",
