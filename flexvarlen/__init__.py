@@ -15,7 +15,7 @@ from flexvarlen.import_hook import after_import
 if TYPE_CHECKING:
     from flexvarlen.attention.api import packed_attention
     from flexvarlen.attention.backends.registry import BACKENDS, available_backends, why_not
-    from flexvarlen.attention.explain import Explanation, explain
+    from flexvarlen.attention.explain import BackendReport, explain
     from flexvarlen.layout.labels import tree_loss
     from flexvarlen.layout.logprobs import DocumentLogprobs, document_logprobs, token_logprobs
     from flexvarlen.layout.packed_layout import PackedLayout
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKENDS",
+    "BackendReport",
     "BalancedSampler",
     "DocumentLogprobs",
     "DocumentMask",
-    "Explanation",
     "IsolationCallback",
     "IsolationError",
     "IsolationReport",
@@ -96,7 +96,7 @@ __all__ = [
 _HOMES = {
     "attention.api": ("packed_attention",),
     "attention.backends.registry": ("BACKENDS", "available_backends", "why_not"),
-    "attention.explain": ("Explanation", "explain"),
+    "attention.explain": ("BackendReport", "explain"),
     "verify.compare.compare": ("compare",),
     "verify.isolation.callback": ("IsolationCallback",),
     "layout.labels": ("tree_loss",),

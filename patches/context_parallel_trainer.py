@@ -6,7 +6,8 @@ train as W / P would.
 
 Trainer counts the labels of all ranks (their shards' `shift_labels`), and multiplies each loss by
 the number of ranks, over which DDP and FSDP2 take the mean. So the losses of shards need nothing
-else. What is different is in `SharedRows`.
+else. What is different is in `ContextParallelMixin`, a class and not a
+callback: these see neither losses nor loaders.
 
 Shapes: P = ranks of a group, T = tokens of a row.
 """
@@ -37,27 +38,29 @@ from flexvarlen.patches.state import BackendChoice
 from flexvarlen.upstream import required
 
 
-def share_rows(trainer: Trainer, backend: BackendChoice, ranks: int) -> None:
+def enable_context_parallel(trainer: Trainer, backend: BackendChoice, ranks: int) -> None:
     """Make groups of `ranks` processes of a trainer share each packed row.
 
     Raises:
         ValueError: the trainer makes padded batches, or has a setting that needs whole rows.
         NotImplementedError: the model cannot be sharded.
     """
-    why = why_not_shared(trainer, ranks)
+    why = why_not_context_parallel(trainer, ranks)
     if why is not None:
         raise ValueError(why)
     group, _ = dist.new_subgroups(ranks, timeout=timedelta(seconds=trainer.args.ddp_timeout))
     patch_model(trainer.model, backend, sequence_parallel_group=group)
     kind = type(trainer)
-    trainer.__class__ = type(kind.__name__, (SharedRows, kind), {"__module__": kind.__module__})
+    trainer.__class__ = type(
+        kind.__name__, (ContextParallelMixin, kind), {"__module__": kind.__module__}
+    )
     trainer.group = group
     accelerator = trainer.accelerator
     accelerator.prepare_data_loader = trainer.prepare_data_loader
     accelerator.gather_for_metrics = trainer.gather_function = trainer.gather_for_metrics
 
 
-class SharedRows(Trainer):  # type: ignore[misc]
+class ContextParallelMixin(Trainer):  # type: ignore[misc]
     """What a Trainer whose processes share rows does differently; put before its own class."""
 
     group: Any
@@ -127,13 +130,13 @@ class SharedRows(Trainer):  # type: ignore[misc]
                 "batches must come from a loader that trainer.accelerator.prepare returned, got "
                 "others; return such a one from get_train_dataloader and get_eval_dataloader."
             )
-        mine = zlib.crc32(repr([batch.pop(CHECKSUM) for batch in batches]).encode())
-        largest = torch.tensor([mine, -mine], device=self.accelerator.device)
+        local_digest = zlib.crc32(repr([batch.pop(CHECKSUM) for batch in batches]).encode())
+        largest = torch.tensor([local_digest, -local_digest], device=self.accelerator.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         if largest.sum() != 0:
             raise ValueError(
-                "the processes of a group must load the same row, got different ones; draw what is "
-                "random in the dataset, its sampler or the collator from the same seed in each."
+                "the processes of a group must load the same row; seed the dataset, sampler and "
+                "collator identically on every process."
             )
 
     # ---- losses ----
@@ -213,10 +216,10 @@ _NO_PREDICTIONS = (
 # ---- refusals ----
 
 
-def why_not_shared(trainer: Any, ranks: int) -> str | None:
+def why_not_context_parallel(trainer: Any, ranks: int) -> str | None:
     """Why the processes of a trainer cannot share rows, or None."""
     args = trainer.args
-    if isinstance(trainer, SharedRows):
+    if isinstance(trainer, ContextParallelMixin):
         return (
             "trainer must be patched once with context_parallel, got a patched one; make a new one."
         )
@@ -243,7 +246,7 @@ def why_not_shared(trainer: Any, ranks: int) -> str | None:
     }
     refused = [name for name, is_given in given.items() if is_given]
     if refused:
-        return f"context_parallel must come without {' and '.join(refused)}; leave that out."
+        return f"context_parallel does not support {' and '.join(refused)}; remove it."
     if is_padded(trainer):
         return (
             "context_parallel shares packed rows, got batches that are padded; use Trainer with "

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Trainer
 
 from flexvarlen.layout.arguments import at_least
 from flexvarlen.patches.api import current_patch, patch_model, restore, transformers_model
-from flexvarlen.patches.context_parallel_trainer import share_rows
+from flexvarlen.patches.context_parallel_trainer import enable_context_parallel
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import BackendChoice
 from flexvarlen.patches.why_not import why_no_trees
@@ -34,7 +34,7 @@ def patch_trainer(
 ) -> T:
     """Make a trainer's models drop the padding of their batches: one line before `train()`.
 
-    With `context_parallel` it does another thing: that many processes share each packed row.
+    With `context_parallel`, each packed row is instead sharded over that many processes.
 
     Calls `patch_model(model, unpad=True)` on each transformers model that is an attribute of the
     trainer, or in a list that is one: the policy, its reference, a teacher, reward models. With
@@ -86,16 +86,28 @@ def patch_trainer(
             "trainer must be made with model=, got model_init=, which makes a new model when "
             "training starts; call patch_model(model, unpad=True) inside model_init."
         )
-    if context_parallel is not None:
-        ranks = at_least("context_parallel", context_parallel, 2)
-        if unpad_to_multiple_of is not None or share_prefixes or verify:
-            raise ValueError(
-                "unpad_to_multiple_of, share_prefixes and verify must be left out with "
-                "context_parallel, which shares packed rows, got one of them; leave it out."
-            )
-        share_rows(trainer, backend, ranks)
+    if context_parallel is None:
+        _unpad_models(trainer, backend, unpad_to_multiple_of, share_prefixes, verify)
         return trainer
-    together = _completions_together(trainer) if share_prefixes else 1
+    ranks = at_least("context_parallel", context_parallel, 2)
+    if unpad_to_multiple_of is not None or share_prefixes or verify:
+        raise ValueError(
+            "context_parallel, which shards packed rows, cannot be combined with "
+            "unpad_to_multiple_of, share_prefixes or verify; remove them."
+        )
+    enable_context_parallel(trainer, backend, ranks)
+    return trainer
+
+
+def _unpad_models(
+    trainer: Any,
+    backend: BackendChoice,
+    unpad_to_multiple_of: int | None,
+    share_prefixes: bool,
+    verify: bool,
+) -> None:
+    """Patch all models of a trainer with `unpad`, or none."""
+    block_size = _completions_of_block(trainer) if share_prefixes else 1
     with ExitStack() as undo:
         for model in _models(trainer):
             undo.callback(restore, model, current_patch(model))
@@ -107,10 +119,9 @@ def patch_trainer(
                 share_prefixes=share_prefixes and (model is trainer.model or _can_share(model)),
                 verify=verify,
             )
-        if together > 1:
-            _shuffle_together(trainer, together)
+        if block_size > 1:
+            _shuffle_blocks(trainer, block_size)
         undo.pop_all()
-    return trainer
 
 
 def _models(trainer: Any) -> list[nn.Module]:
@@ -147,32 +158,32 @@ _SHUFFLE = "shuffle_sequence_dict"
 """TRL's function that shuffles the completions of a generation, of the modules of some trainers."""
 
 
-def _names_with_shuffle(trainer: Any) -> dict[str, Any]:
+def _module_defining_shuffle(trainer: Any) -> dict[str, Any]:
     """The names of the module in which a trainer's `_prepare_inputs` finds the function, or {}."""
     owners = (each for each in type(trainer).__mro__ if "_prepare_inputs" in vars(each))
     modules = (vars(sys.modules[owner.__module__]) for owner in owners)
     return next((names for names in modules if _SHUFFLE in names), {})
 
 
-def _completions_together(trainer: Any) -> int:
+def _completions_of_block(trainer: Any) -> int:
     """How many completions of one prompt a trainer that shuffles them may keep together, else 1."""
     of_prompt = getattr(trainer, "num_generations", 1)
-    if of_prompt == 1 or not _names_with_shuffle(trainer):
+    if of_prompt == 1 or not _module_defining_shuffle(trainer):
         return 1
     rows = trainer.args.per_device_train_batch_size
-    together = math.gcd(rows, of_prompt)
-    if together == 1:
+    block_size = math.gcd(rows, of_prompt)
+    if block_size == 1:
         raise ValueError(
             "per_device_train_batch_size must have a divisor in common with num_generations, so "
             f"that a batch holds completions of one prompt, got {rows} and {of_prompt}; set it to "
             "a multiple of num_generations."
         )
-    return together
+    return block_size
 
 
-def _shuffle_together(trainer: Any, size: int) -> None:
+def _shuffle_blocks(trainer: Any, size: int) -> None:
     """Make a trainer that shuffles completions move `size` of them at a time, not single ones."""
-    names = _names_with_shuffle(trainer)
+    names = _module_defining_shuffle(trainer)
     prepare, shuffle = trainer._prepare_inputs, partial(_shuffled, size=size)
 
     def prepare_inputs(batch: Any) -> Any:

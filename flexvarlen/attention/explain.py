@@ -42,7 +42,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class BackendReport:
     """What "auto" takes for a kind of call, and why; `str()` is a table.
 
     Attributes:
@@ -104,7 +104,7 @@ def explain(
     deterministic: bool | None = None,
     batch_invariant: bool | None = None,
     measure: bool = False,
-) -> Explanation:
+) -> BackendReport:
     """Explain what `backend="auto"` takes: the times of the kernels, and which record decides.
 
     With `measure=True` the kernels are timed here first, on these documents. The times are kept in
@@ -121,7 +121,7 @@ def explain(
         measure: time every kernel that can serve the call, and check its results.
 
     Returns:
-        An `Explanation`, to print or to read its fields. Without `measure` no kernel runs, so it
+        A `BackendReport`, to print or to read its fields. Without `measure` no kernel runs, so it
         may name one that the first call finds to be wrong.
 
     Raises:
@@ -165,7 +165,7 @@ def explain(
     found.sort(
         key=lambda c: tried.times[c.name].device_ms if c.name in tried.times else float("inf")
     )
-    return Explanation(
+    return BackendReport(
         call=describe(call),
         layout=repr(layout),
         chosen=eager.backend,

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from flexvarlen.attention.backends.machines import machine_of, row_of
 from flexvarlen.attention.backends.registry import BACKENDS, IMPLEMENTATIONS, why_not
-from flexvarlen.attention.explain import Explanation, explain
+from flexvarlen.attention.explain import BackendReport, explain
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.machine import environment
 from flexvarlen.recurrent import fla_kernels
@@ -215,7 +215,7 @@ def measured(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-) -> Iterator[Explanation]:
+) -> Iterator[BackendReport]:
     """Time the kernels for training and for running, on one row or, not given one, typical ones."""
     rows: tuple[tuple[int, int], ...] = TYPICAL_ROWS
     if tokens is not None or mean is not None:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from flexvarlen.cli.console import console, one_line_errors, parse_tokens
 
 if TYPE_CHECKING:
-    from flexvarlen.attention.explain import Explanation
+    from flexvarlen.attention.explain import BackendReport
 
 
 def tune(
@@ -52,22 +52,22 @@ def tune(
             )
         asked = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for found in measured(device, dtype, tokens=tokens, mean=mean, **asked):
-            _print_explanation(found)
+            _print_report(found)
 
 
-def _print_explanation(explanation: Explanation) -> None:
+def _print_report(report: BackendReport) -> None:
     from rich.table import Table
 
     from flexvarlen.attention.explain import milliseconds
 
-    console.print(f"\n{explanation.call}; {explanation.layout}:", markup=False, highlight=False)
+    console.print(f"\n{report.call}; {report.layout}:", markup=False, highlight=False)
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("backend")
     table.add_column("device ms p50 (p20–p80)", justify="right")
     table.add_column("host ms", justify="right")
     table.add_column("why it was not timed")
-    for candidate in explanation.candidates:
-        chosen = candidate.name in (explanation.chosen, explanation.compiled)
+    for candidate in report.candidates:
+        chosen = candidate.name in (report.chosen, report.compiled)
         timing = candidate.timing
         table.add_row(
             candidate.name,
@@ -77,4 +77,4 @@ def _print_explanation(explanation: Explanation) -> None:
             style="bold green" if chosen else "" if candidate.can else "dim",
         )
     console.print(table)
-    console.print(explanation.sentence(), markup=False, highlight=False)
+    console.print(report.sentence(), markup=False, highlight=False)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
-from flexvarlen.patches.context_parallel_trainer import is_padded, why_not_shared
+from flexvarlen.patches.context_parallel_trainer import is_padded, why_not_context_parallel
 from flexvarlen.patches.shard_collator import ShardCollator
 from tests.patches.context_parallel_ranks import (
     ROWS,
@@ -136,7 +136,7 @@ def test_encoders_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     args = TrainingArguments(output_dir=str(tmp_path), report_to=[])
     trainer = Trainer(model=new_model("bert"), args=args)
-    assert "must come without an encoder;" in why_not_shared(trainer, 2)
+    assert "does not support an encoder;" in why_not_context_parallel(trainer, 2)
 
 
 def test_loader_workers_shard():
