@@ -7,52 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.arguments import checked_sizes
-from flexvarlen.patches.attention.backend_choice import check_machine, checked_choice, names_in
-from flexvarlen.patches.forward.choices import CHOICES_STEPS
-from flexvarlen.patches.forward.guards import guard_trainer_and_peft
-from flexvarlen.patches.forward.heads import (
-    HEAD,
-    HeadReference,
-    mark_bare_head,
-    require_keywords,
-    require_patched_heads,
-    unmark_bare_head,
-    unwrap_loss,
-)
+from flexvarlen.patches.adapters import why_not_adapters
+from flexvarlen.patches.apply import apply_patch, make_patch, undo_patch
 from flexvarlen.patches.forward.padding import check_unpad
-from flexvarlen.patches.forward.recurrent_layers import patch_recurrent, unpatch_recurrent
-from flexvarlen.patches.forward.sequence_parallel import check_group
-from flexvarlen.patches.forward.stages import choose_stages
-from flexvarlen.patches.forward.steps import STEPS
-from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
-from flexvarlen.patches.forward.wrapper import is_wrapped, unwrap_forward, wrap_forward
-from flexvarlen.patches.models.layers import attention_layers, recurrent_layers
-from flexvarlen.patches.models.rope import patch_rotary, unpatch_rotary
+from flexvarlen.patches.forward.wrapper import is_wrapped
+from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.names import check_names
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import (
     ATTRIBUTE,
-    LAYER_MARK,
     BackendChoice,
     Patch,
     Settings,
-    implementation_before,
     one_at_a_time,
-    register_model,
-    set_implementation,
-    unregister_model,
     wrapped_modules,
 )
 from flexvarlen.patches.verification import Verification, refuse_unloaded
-from flexvarlen.patches.why_not import why_not, why_not_adapters, why_not_class
+from flexvarlen.patches.why_not import why_not, why_not_class
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -152,78 +129,19 @@ def patch_model(
     why = why_not(parts, settings)
     if why is not None:
         raise NotImplementedError(why)
-    patch = _patch(inner, parts, settings)
+    patch = make_patch(inner, parts, settings)
     verification = Verification(inner, patch) if verify else None
     if verification is None or verification.has_passed:
-        _apply(inner, patch)
+        apply_patch(inner, patch)
         return model
     with ExitStack() as undo:
         undo.callback(restore, model, current_patch(model))
         unpatch_model(model)
         verification.before_patch()
-        _apply(inner, patch)
+        apply_patch(inner, patch)
         verification.after_patch()
         undo.pop_all()
     return model
-
-
-def _patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) -> Patch:
-    """The patch of a model that may have these settings.
-
-    Raises:
-        ValueError: a `forward` without `**kwargs`, an unknown backend, a mapping that does not fit
-            the model's layer types, or a group without this process.
-        NotImplementedError: a backend cannot serve the layers it was chosen for.
-    """
-    require_keywords(wrapped_modules(inner, parts))
-    if settings.sequence_parallel_group is not None:
-        check_group(settings.sequence_parallel_group)
-    every = (*parts.kinds, *parts.vision_kinds)
-    backend = checked_choice(settings.backend, every)
-    check_machine(
-        backend,
-        every,
-        inner.device,
-        deterministic=settings.deterministic,
-        batch_invariant=settings.batch_invariant,
-        trees=settings.share_prefixes,
-    )
-    named = names_in(backend)[0]
-    return Patch(
-        **settings.arguments() | {"backend": backend},
-        parts=parts,
-        stages=choose_stages(parts, settings),
-        kinds=parts.kinds,
-        named=named,
-        backends=(named,),
-        implementation_before=implementation_before(inner),
-    )
-
-
-def _apply(inner: PreTrainedModel, patch: Patch) -> None:
-    """Patch a model whose arguments have been checked."""
-    parts = patch.parts
-    base, text, vision = parts.base(inner), parts.text_tower(inner), parts.vision_tower(inner)
-    set_implementation(inner, patch.named)
-    wrap_forward(inner, CHOICES_STEPS if parts.head.has_choices else STEPS)
-    setattr(inner, ATTRIBUTE, patch)
-    if base is not inner:
-        of_base = parts.of_base()
-        stages = choose_stages(of_base, patch, below=parts.head)
-        wrap_forward(base, STEPS)
-        setattr(base, ATTRIBUTE, replace(patch, parts=of_base, stages=stages))
-        base.__dict__[HEAD] = HeadReference(inner)
-    for layer in attention_layers(inner):
-        layer.__dict__[LAYER_MARK] = True
-    for layer in recurrent_layers(text):
-        patch_recurrent(layer)
-    if vision is not None:
-        patch_tower(vision, patch)
-    require_patched_heads(inner)
-    mark_bare_head(inner, parts)
-    guard_trainer_and_peft()
-    patch_rotary(text)
-    register_model(inner)
 
 
 @one_at_a_time
@@ -245,22 +163,7 @@ def unpatch_model(model: Model) -> Model:
     patch: Patch | None = inner.__dict__.get(ATTRIBUTE)
     if patch is None:
         return model
-    parts = patch.parts
-    text, vision = parts.text_tower(inner), parts.vision_tower(inner)
-    for module in wrapped_modules(inner, parts):
-        module.__dict__.pop(ATTRIBUTE, None)
-        module.__dict__.pop(HEAD, None)
-        unwrap_forward(module)
-    for layer in attention_layers(inner):
-        layer.__dict__.pop(LAYER_MARK, None)
-    for layer in recurrent_layers(text):
-        unpatch_recurrent(layer)
-    unwrap_loss(inner)
-    unmark_bare_head(inner)
-    unpatch_rotary(text)
-    unregister_model(inner, patch)
-    if vision is not None and ATTRIBUTE in vision.__dict__:
-        unpatch_tower(vision)  # last, as unregister_model sets the implementation of all parts
+    undo_patch(inner, patch)
     return model
 
 
@@ -350,31 +253,3 @@ def shard_options(model: nn.Module) -> dict[str, Any]:
     >>> shard = fv.shard_row(batch, group, **fv.shard_options(model))  # doctest: +SKIP
     """
     return ModelParts.of(transformers_model(model)).shard_options()
-
-
-# ---- what is inside a model ----
-
-
-def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The outermost transformers model inside, which contains all the others (base, towers)."""
-    named = model.named_modules() if isinstance(model, nn.Module) else ()
-    found = [(name, part) for name, part in named if isinstance(part, PreTrainedModel)]
-    if not found:
-        raise ValueError(
-            f"model must be, or wrap, a transformers PreTrainedModel, got "
-            f"{model!r:.80}; load it with AutoModelForCausalLM.from_pretrained."
-            if isinstance(model, str)
-            else "model must be, or wrap, a transformers PreTrainedModel, got "
-            f"{type(model).__name__}; load it with AutoModel."
-        )
-    # Not always the first: a wrapper may list a base model before the model that contains it.
-    for _, inner in found:
-        if {part for _, part in found} <= {*inner.modules()}:
-            return inner
-    first, inner = found[0]
-    name, part = next((name, part) for name, part in found if part not in {*inner.modules()})
-    raise ValueError(
-        f"model must hold one transformers model, got {type(inner).__name__} as {first!r} and "
-        f"{type(part).__name__} as {name!r}, which is not part of it and would leak; "
-        "patch each one separately."
-    )

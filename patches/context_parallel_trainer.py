@@ -31,7 +31,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
-from flexvarlen.patches.api import current_patch, patch_model, transformers_model
+from flexvarlen.patches.api import current_patch, patch_model
+from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.shard_collator import CHECKSUM, ShardCollator
 from flexvarlen.patches.state import BackendChoice

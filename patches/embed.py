@@ -24,7 +24,8 @@ from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import pool
 from flexvarlen.packing import pack
-from flexvarlen.patches.api import is_patched, patched, transformers_model
+from flexvarlen.patches.api import is_patched, patched
+from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.sentence_transformers_files import (
     POOLINGS,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flexvarlen.patches.api import transformers_model
+from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.parts import ModelParts
 
 

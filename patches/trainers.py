@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
 from flexvarlen.layout.arguments import at_least
-from flexvarlen.patches.api import current_patch, patch_model, restore, transformers_model
+from flexvarlen.patches.api import current_patch, patch_model, restore
 from flexvarlen.patches.context_parallel_trainer import enable_context_parallel
+from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import BackendChoice
 from flexvarlen.patches.why_not import why_no_trees

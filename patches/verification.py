@@ -22,8 +22,8 @@ from flexvarlen.patches.isolation.model_run import IsolationRun, device_of_input
 from flexvarlen.patches.isolation.report import IsolationError
 from flexvarlen.patches.isolation.tokens import special_tokens
 from flexvarlen.patches.isolation.verify import verify_isolation
-from flexvarlen.patches.models.families import is_verified
 from flexvarlen.patches.models.layers import attention_layers, text_config_of
+from flexvarlen.patches.models.verified import is_verified
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import LostDocuments, Patch
 

@@ -161,7 +161,7 @@ def checked_model(name: str, *, patched: bool = True) -> ModelSpec:
     """
     from transformers import AutoConfig
 
-    from flexvarlen.patches.models.families import require_verified
+    from flexvarlen.patches.models.verified import require_verified
 
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise ValueError(f"model must be a folder that exists, got {name!r}; check the path.")

@@ -25,9 +25,9 @@ from flexvarlen.patches.attention.packed_forward import PackedForward, Unpacked
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
 from flexvarlen.patches.batch.unpacked_rows import OTHER_KEYS, check_one_document
 from flexvarlen.patches.batch.unsupported_keywords import refuse_unread
-from flexvarlen.patches.models.families import why_not_by_name
 from flexvarlen.patches.models.layers import chunk_size_of, has_temperature
 from flexvarlen.patches.models.rope import why_not_by_layer
+from flexvarlen.patches.models.verified import why_not_by_name
 from flexvarlen.patches.names import check_layer
 
 

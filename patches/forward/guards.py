@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from flexvarlen.import_hook import after_import
+from flexvarlen.patches.adapters import why_not_adapters
 from flexvarlen.patches.state import ATTRIBUTE
-from flexvarlen.patches.why_not import why_not_adapters
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.batch.row import Row
-from flexvarlen.patches.models.families import is_verified
 from flexvarlen.patches.models.layers import text_config_of
+from flexvarlen.patches.models.verified import is_verified
 from flexvarlen.patches.parts import ModelParts
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flexvarlen.patches.adapters import why_not_adapters
 from flexvarlen.patches.attention.packed_forward import PackedForward, Unpacked
 from flexvarlen.patches.batch.given import Given, Inputs, read_arguments, tokens_of
 from flexvarlen.patches.batch.row import Row
@@ -27,7 +28,6 @@ from flexvarlen.patches.forward.router import balance_loss
 from flexvarlen.patches.forward.under_head import HEAD_DROPPED_DOCUMENTS
 from flexvarlen.patches.forward.wrapper import Steps
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, LostDocuments, Patch
-from flexvarlen.patches.why_not import why_not_adapters
 
 
 def before_forward(module: nn.Module, inputs: Inputs) -> Inputs | None:

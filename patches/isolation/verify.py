@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.patches.adapters import why_not_adapters
 from flexvarlen.patches.isolation.blame import Blame, layers_of
 from flexvarlen.patches.isolation.documents import why_not_whole
 from flexvarlen.patches.isolation.model_run import IsolationRun, NoGradients, RunResult
 from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
 from flexvarlen.patches.isolation.tokens import chosen_documents, halves_of
 from flexvarlen.patches.isolation.trace import Trace, changed_tokens
-from flexvarlen.patches.why_not import why_not_adapters
 
 if TYPE_CHECKING:
     from flexvarlen.verify.experiment.batch import PackedBatch

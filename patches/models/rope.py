@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from flexvarlen.layout.launch_sizes import SHORT_ROW
-from flexvarlen.patches.models.families import NOT_PATCHED
+from flexvarlen.patches.models.verified import NOT_PATCHED
 
 
 @torch.library.custom_op("flexvarlen::materialize", mutates_args=())

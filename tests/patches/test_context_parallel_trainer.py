@@ -125,7 +125,7 @@ def test_trainers_of_padded_batches_are_refused():
 
 def test_options_of_padded_batches_are_refused(tmp_path):
     trainer = trainer_of("packed", str(tmp_path), alone=True)
-    with pytest.raises(ValueError, match="must be left out with context_parallel"):
+    with pytest.raises(ValueError, match="cannot be combined with unpad_to_multiple_of"):
         fv.patch_trainer(trainer, context_parallel=2, share_prefixes=True)
     with pytest.raises(ValueError, match="got 2 with 1; start more by torchrun"):
         fv.patch_trainer(trainer, context_parallel=2)

@@ -102,7 +102,7 @@ def compare(
     from transformers import PreTrainedModel
 
     from flexvarlen.patches import unpatch_model
-    from flexvarlen.patches.models.families import require_verified
+    from flexvarlen.patches.models.verified import require_verified
 
     if not isinstance(model, PreTrainedModel):
         raise ValueError(

@@ -163,7 +163,7 @@ def model_drift(
         NotImplementedError: the model type is not verified.
         DeviceLost: a kernel broke the device.
     """
-    from flexvarlen.patches.models.families import require_verified
+    from flexvarlen.patches.models.verified import require_verified
 
     require_verified(model.config.model_type)
     names = variant_names(backends, model.device)

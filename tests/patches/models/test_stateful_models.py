@@ -7,8 +7,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, MambaConfig, MiniMaxConfig
 
 import flexvarlen as fv
-from flexvarlen.patches.models.families import BY_TYPE, require_verified
+from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.models.unsupported import STATEFUL
+from flexvarlen.patches.models.verified import require_verified
 
 SIZES = {
     "vocab_size": 64,

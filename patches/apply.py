@@ -1,0 +1,119 @@
+"""Apply a patch to a model, whose arguments have been checked, and undo it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
+from flexvarlen.patches.attention.backend_choice import check_machine, checked_choice, names_in
+from flexvarlen.patches.forward.choices import CHOICES_STEPS
+from flexvarlen.patches.forward.guards import guard_trainer_and_peft
+from flexvarlen.patches.forward.heads import (
+    HEAD,
+    HeadReference,
+    mark_bare_head,
+    require_keywords,
+    require_patched_heads,
+    unmark_bare_head,
+    unwrap_loss,
+)
+from flexvarlen.patches.forward.recurrent_layers import patch_recurrent, unpatch_recurrent
+from flexvarlen.patches.forward.sequence_parallel import check_group
+from flexvarlen.patches.forward.stages import choose_stages
+from flexvarlen.patches.forward.steps import STEPS
+from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
+from flexvarlen.patches.forward.wrapper import unwrap_forward, wrap_forward
+from flexvarlen.patches.models.layers import attention_layers, recurrent_layers
+from flexvarlen.patches.models.rope import patch_rotary, unpatch_rotary
+from flexvarlen.patches.parts import ModelParts
+from flexvarlen.patches.state import (
+    ATTRIBUTE,
+    LAYER_MARK,
+    Patch,
+    Settings,
+    implementation_before,
+    register_model,
+    set_implementation,
+    unregister_model,
+    wrapped_modules,
+)
+
+
+def make_patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) -> Patch:
+    """The patch of a model that may have these settings.
+
+    Raises:
+        ValueError: a `forward` without `**kwargs`, an unknown backend, a mapping that does not fit
+            the model's layer types, or a group without this process.
+        NotImplementedError: a backend cannot serve the layers it was chosen for.
+    """
+    require_keywords(wrapped_modules(inner, parts))
+    if settings.sequence_parallel_group is not None:
+        check_group(settings.sequence_parallel_group)
+    every = (*parts.kinds, *parts.vision_kinds)
+    backend = checked_choice(settings.backend, every)
+    check_machine(
+        backend,
+        every,
+        inner.device,
+        deterministic=settings.deterministic,
+        batch_invariant=settings.batch_invariant,
+        trees=settings.share_prefixes,
+    )
+    named = names_in(backend)[0]
+    return Patch(
+        **settings.arguments() | {"backend": backend},
+        parts=parts,
+        stages=choose_stages(parts, settings),
+        kinds=parts.kinds,
+        named=named,
+        backends=(named,),
+        implementation_before=implementation_before(inner),
+    )
+
+
+def apply_patch(inner: PreTrainedModel, patch: Patch) -> None:
+    """Patch a model whose arguments have been checked."""
+    parts = patch.parts
+    base, text, vision = parts.base(inner), parts.text_tower(inner), parts.vision_tower(inner)
+    set_implementation(inner, patch.named)
+    wrap_forward(inner, CHOICES_STEPS if parts.head.has_choices else STEPS)
+    setattr(inner, ATTRIBUTE, patch)
+    if base is not inner:
+        of_base = parts.of_base()
+        stages = choose_stages(of_base, patch, below=parts.head)
+        wrap_forward(base, STEPS)
+        setattr(base, ATTRIBUTE, replace(patch, parts=of_base, stages=stages))
+        base.__dict__[HEAD] = HeadReference(inner)
+    for layer in attention_layers(inner):
+        layer.__dict__[LAYER_MARK] = True
+    for layer in recurrent_layers(text):
+        patch_recurrent(layer)
+    if vision is not None:
+        patch_tower(vision, patch)
+    require_patched_heads(inner)
+    mark_bare_head(inner, parts)
+    guard_trainer_and_peft()
+    patch_rotary(text)
+    register_model(inner)
+
+
+def undo_patch(inner: PreTrainedModel, patch: Patch) -> None:
+    """Restore a model, but for the functions in transformers' modules."""
+    parts = patch.parts
+    text, vision = parts.text_tower(inner), parts.vision_tower(inner)
+    for module in wrapped_modules(inner, parts):
+        module.__dict__.pop(ATTRIBUTE, None)
+        module.__dict__.pop(HEAD, None)
+        unwrap_forward(module)
+    for layer in attention_layers(inner):
+        layer.__dict__.pop(LAYER_MARK, None)
+    for layer in recurrent_layers(text):
+        unpatch_recurrent(layer)
+    unwrap_loss(inner)
+    unmark_bare_head(inner)
+    unpatch_rotary(text)
+    unregister_model(inner, patch)
+    if vision is not None and ATTRIBUTE in vision.__dict__:
+        unpatch_tower(vision)  # last, as unregister_model sets the implementation of all parts
