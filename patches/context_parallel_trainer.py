@@ -209,7 +209,7 @@ class ContextParallelMixin(Trainer):  # type: ignore[misc]
 
 _NO_PREDICTIONS = (
     "predictions need whole rows, got context_parallel, where each process has a shard of them; "
-    "leave compute_metrics out, and predict with a model of `with fv.patched(trainer.model):` in a "
+    "remove compute_metrics, and predict with a model of `with fv.patched(trainer.model):` in a "
     "loop of your own."
 )
 

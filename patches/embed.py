@@ -216,7 +216,7 @@ def _max_length(
     if given and positions and given > positions:
         raise ValueError(
             f"max_length must be at most {positions}, the positions that the model has, got "
-            f"{given}; pass less, or leave it out."
+            f"{given}; lower it, or remove it."
         )
     config = inner.config.get_text_config()
     default: int = tokenizer.model_max_length

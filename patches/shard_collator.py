@@ -63,7 +63,7 @@ class ShardCollator:
         tokens, layout = batch["input_ids"], batch.get("packed_layout")
         if layout is not None and (layout.segments is not None or LABEL_COUNTS in batch):
             raise NotImplementedError(
-                "context_parallel must come without trees, got a TreeCollator's batch; use "
+                "context_parallel does not support trees, got a TreeCollator's batch; use "
                 "PackedCollator, or fv.shard_row in a loop of your own."
             )
         if len(tokens) != 1 or "labels" not in batch:

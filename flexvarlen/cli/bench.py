@@ -78,7 +78,7 @@ def _run(names: Sequence[str], options: Options, asked: RunRequest, list_cases: 
     for suite in found if options.text else ():
         if not suite.reads_text:
             raise ValueError(
-                f"text must be for a suite that packs texts, got {suite.name}; leave it out."
+                f"text must be for a suite that packs texts, got {suite.name}; remove it."
             )
     paths = {
         suite: asked.out if single else asked.out / _file_name(suite.name, options)

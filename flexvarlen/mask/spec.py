@@ -109,7 +109,7 @@ class MaskSpec:
         if prefix and not causal:
             raise ValueError(
                 "prefix needs causal=True, got causal=False, under which every key of a document "
-                "is seen already; leave prefix out."
+                "is seen already; remove prefix."
             )
         if right == 0:  # the window is causal already, and cuts off what a prefix would add
             causal, prefix = True, False

@@ -35,7 +35,7 @@ def summarize(samples_ms: Sequence[float]) -> Timing:
     2.0
     """
     if not samples_ms:
-        raise ValueError("samples_ms must hold at least one measurement, got none; raise repeats")
+        raise ValueError("samples_ms must contain at least one measurement; raise repeats")
     ordered = sorted(samples_ms)
 
     def percentile(fraction: float) -> float:

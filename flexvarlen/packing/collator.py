@@ -158,9 +158,7 @@ class PackedCollator:
             )
         for name in self.extra:
             if name in (*KNOWN, *BOUNDARIES, *LOSS_MASKS):
-                raise ValueError(
-                    f"extra must name columns of your own, got {name!r}; leave it out."
-                )
+                raise ValueError(f"extra must name columns of your own, got {name!r}; remove it.")
 
     def __call__(self, features: Any) -> dict[str, Any]:
         """Collate documents into one batch; see the class."""
@@ -171,7 +169,7 @@ class PackedCollator:
             for document in self._documents(row)
         ]
         if not documents:
-            raise ValueError("features must hold a document at least, got none; pass some.")
+            raise ValueError("features must contain at least one document; the list is empty.")
         layout = self._layout([len(document["input_ids"]) for document in documents])
         self._mask_first_labels(documents)
         fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, **self.extra}

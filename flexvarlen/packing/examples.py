@@ -37,7 +37,7 @@ def require_sequence(dataset: Any) -> None:
             "one split of a DatasetDict, or a stream to StreamPacker."
         )
     if len(dataset) == 0:
-        raise ValueError("dataset must hold an example at least, got none; pass some.")
+        raise ValueError("dataset must contain at least one example; it is empty.")
 
 
 def check_options(long: Any, extra: Any, next_token_labels: Any) -> None:

@@ -138,7 +138,7 @@ def share_prefixes(
         )
     samples = list(samples)
     if len(samples) == 0:
-        raise ValueError("samples must hold at least one sample, got none; pass some.")
+        raise ValueError("samples must contain at least one sample; the list is empty.")
     min_tokens, max_depth = _checked(min_tokens, max_depth)
     pad_token_id = pad_token_id_of(None, pad_token_id)
     rows, is_label = zip(*map(_with_labels, range(len(samples)), samples), strict=True)

@@ -223,7 +223,7 @@ class BalancedSampler(Sampler[int]):
         if self.rank is not None and loader.processes > 1:
             raise ValueError(
                 f"rank must be None if accelerate shards rows over {loader.processes} processes, "
-                f"got {self.rank}; leave it out."
+                f"got {self.rank}; remove it."
             )
         if self._begin and loader.skipped:
             raise ValueError(

@@ -147,7 +147,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
         if self._in_workers and get_worker_info() is None:
             raise ValueError(
                 "num_workers must be 0 where the state of a StreamPacker is saved, as each worker "
-                "counts its own rows, got workers; leave them out, or let Trainer skip batches."
+                "counts its own rows, got workers; remove them, or let Trainer skip batches."
             )
         settings = {"tokens": self.tokens, "long": self.long, "buffer": self.buffer}
         return {"epoch": int(self._epoch), "rows": self._taken, **settings}

@@ -65,8 +65,8 @@ def documents_attention(
     refused += ["window (left, right)"] if isinstance(window, tuple | list) else []
     if refused:
         raise NotImplementedError(
-            f"documents_attention has no {', '.join(refused)}; leave it out, or attend to whole "
-            "rows on each rank."
+            f"documents_attention does not support {', '.join(refused)}; remove it, or attend to "
+            "whole rows on each rank."
         )
     why = shard.why_not(causal=causal, window=window)
     if why is not None:

@@ -183,7 +183,7 @@ def pack(documents: Sequence[Sequence[int]], tokens: int, seed: int, source: str
         raise ValueError(f"tokens must be at least 2, got {tokens}; raise the budget.")
     pieces = [list(document) for document in documents if document]
     if not pieces:
-        raise ValueError("documents must hold at least one token, got none; give other text.")
+        raise ValueError("documents must contain at least one token; give other text.")
     rng = random.Random(seed)
     cuts = [max(1, tokens // share) for share in CUT_SHARES]
     ids: list[int] = []

@@ -299,5 +299,5 @@ class PackedVision(NamedTuple):
                 return packed
         raise ValueError(
             "a patched vision tower's layers must get the boundaries that its forward made, got "
-            "others; leave cu_seqlens out of the call."
+            "other boundaries; remove cu_seqlens from the call."
         )

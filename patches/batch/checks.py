@@ -30,7 +30,7 @@ def check_packed_layout(
             advice = "make it of the documents of this batch"
         elif packed_layout.total_tokens < total_tokens:
             advice = (
-                "make it with total_tokens= if the row ends in padding, and leave it out of "
+                "make it with total_tokens= if the row ends in padding, and remove it from "
                 "generate(), which takes one document per row"
             )
         raise ValueError(
@@ -129,7 +129,7 @@ def check_same_documents(
     same = same_documents(changes, layout, attention_mask, shape)
     message = (
         "seq_idx must change where the documents of packed_layout or cu_seq_lens_q begin, and "
-        "nowhere else, got others; leave one of them out."
+        "nowhere else; remove one of them."
     )
     if same.is_cuda and not reads:
         torch._assert_async(same, f"flexvarlen: {message}")
@@ -200,7 +200,7 @@ def check_positions(position_ids: Tensor, batch: int, row_tokens: int) -> None:
     ):
         raise ValueError(
             f"position_ids must have shape {(batch, row_tokens)}, as the tokens, got "
-            f"{tuple(position_ids.shape)}; give one position per token, or leave them out."
+            f"{tuple(position_ids.shape)}; give one position per token, or remove position_ids."
         )
 
 

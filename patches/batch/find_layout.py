@@ -118,7 +118,7 @@ def find_layout(given: GivenDocuments) -> PackedLayout:
         return explicit
     if explicit.segments is not None:
         raise ValueError(
-            "attention_mask must be left out with a packed_layout of trees, got one; pass "
+            "attention_mask cannot be combined with a packed_layout of trees; remove it, and pass "
             "total_tokens= to from_tree if the row ends in padding."
         )
     return _with_padding(explicit, given, conditions)

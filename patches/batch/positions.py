@@ -138,7 +138,7 @@ def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> 
     if given is not None and given.ndim == 2:
         raise ValueError(
             "position_ids must have 4 rows (text, time, height, width) where a batch has images, "
-            f"got {tuple(given.shape)}; leave them out and pass packed_layout= or cu_seq_lens_q=, "
+            f"got {tuple(given.shape)}; remove them and pass packed_layout= or cu_seq_lens_q=, "
             "to have them made."
         )
     if given is not None:

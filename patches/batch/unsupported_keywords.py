@@ -91,7 +91,7 @@ def refuse_unread(
     for mask in masks:
         if mask is not None and not isinstance(mask, Tensor):
             raise ValueError(
-                f"attention_mask must be a tensor, got {type(mask).__name__}; leave it out and "
+                f"attention_mask must be a tensor, got {type(mask).__name__}; remove it and "
                 "pass the documents (packed_layout=, cu_seq_lens_q=, position_ids or document "
                 "numbers [B, S] as attention_mask): each kernel makes its own mask of them."
             )

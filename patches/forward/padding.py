@@ -42,7 +42,7 @@ def check_unpad(unpad: bool, multiple_of: int | None, share_prefixes: bool) -> N
     if multiple_of is not None and not (unpad and (as_int(multiple_of) or 0) > 0):
         raise ValueError(
             "unpad_to_multiple_of must be a positive number of tokens and needs unpad=True, got "
-            f"{multiple_of!r} and unpad={unpad}; leave it out, or pass both."
+            f"{multiple_of!r} and unpad={unpad}; remove it, or pass both."
         )
 
 

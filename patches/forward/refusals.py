@@ -79,7 +79,7 @@ def check_inputs(module: Any, patch: Patch, inputs: Inputs, tokens: Tensor) -> N
 IMAGES = (
     Refusal(
         lambda given: next((name for name in _IMAGES if _has(given.inputs.get(name))), None),
-        "token_type_ids, images, video and sound must be left out of the batches of a patched "
+        "token_type_ids, images, video and sound are not supported in the batches of a patched "
         "model whose text alone is packed (inside an image attention may be bidirectional), got "
         "{got}; remove it where a batch has none, or call unpatch_model and use the model's own "
         "attention, one document per row.",

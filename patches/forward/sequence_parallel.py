@@ -141,8 +141,8 @@ def _loss_of_own(given: Given) -> str | None:
 SHARDS = (
     Refusal(
         _of_whole_row,
-        "{got} must be left out under sequence_parallel_group: packed_layout alone gives a shard's "
-        "documents and padding, and nothing is cached or generated; call fv.shard_row on a batch "
+        "{got} cannot be combined with sequence_parallel_group: packed_layout alone gives a "
+        "shard's documents and padding, and nothing is cached or generated; call fv.shard_row on a batch "
         "with packed_layout, or unpatch_model.",
     ),
     Refusal(

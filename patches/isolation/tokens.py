@@ -98,7 +98,7 @@ def chosen_documents(documents: int | Sequence[int] | None, num_docs: int, seed:
     if isinstance(documents, int):
         if documents < 1:
             raise ValueError(
-                f"documents must be at least 1, got {documents}; leave it out for all."
+                f"documents must be at least 1, got {documents}; remove it to take all."
             )
         return sorted(random.Random(seed).sample(range(num_docs), min(documents, num_docs)))
     chosen = sorted(set(documents))

@@ -17,7 +17,7 @@ from tests.parallel.failed_refusals import failed_refusals
 from tests.tiny_models import new_model
 
 OF_SHARD = "packed_layout must be that of this rank's shard under sequence_parallel_group"
-OUT = "must be left out under sequence_parallel_group"
+OUT = "cannot be combined with sequence_parallel_group"
 OVER_TEXT = "a model with sequence_parallel_group must be over text"
 
 
@@ -94,19 +94,19 @@ def refusals(group: Any) -> dict[str, str]:
         ),
         "whole row": ("layout must be the shard of rank", lambda: attend(whole)),
         "prefix": (
-            "documents_attention has no prefix; leave it out",
+            "documents_attention does not support prefix; remove it",
             lambda: attend(own, prefix=3),
         ),
         "prefixes": (
-            "documents_attention has no prefix; leave it out",
+            "documents_attention does not support prefix; remove it",
             lambda: attend(own, prefix=torch.tensor([1, 0, 0])),
         ),
         "chunks to both sides": (
-            "documents_attention has no chunk; leave it out",
+            "documents_attention does not support chunk; remove it",
             lambda: attend(both_ways, chunk=5, causal=False),
         ),
         "invariant attention": (
-            "documents_attention has no batch_invariant; leave it out",
+            "documents_attention does not support batch_invariant; remove it",
             lambda: attend(own, batch_invariant=True),
         ),
         "fewer tokens on a rank": (
@@ -146,7 +146,7 @@ def refusals(group: Any) -> dict[str, str]:
             lambda: documents_attention(x, x, x.double(), own, group=group),
         ),
         "window of two sides": (
-            "documents_attention has no window (left, right); leave it out",
+            "documents_attention does not support window (left, right); remove it",
             lambda: attend(both_ways, window=(3, 2), causal=False),
         ),
         "encoder given a causal shard": (

@@ -167,5 +167,5 @@ def test_groups_wait_as_long_as_the_trainer_says(made_again):
 def test_trees_are_refused():
     tree = fv.PackedLayout.from_tree([4, 2, 2], [-1, 0, 0])
     batch = {"input_ids": torch.ones(1, 8, dtype=torch.int64), "packed_layout": tree}
-    with pytest.raises(NotImplementedError, match="context_parallel must come without trees"):
+    with pytest.raises(NotImplementedError, match="context_parallel does not support trees"):
         ShardCollator(lambda _: batch, 0, 2, 0)([])
