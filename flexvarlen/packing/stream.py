@@ -184,7 +184,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
                     yield from rows
         if not read and worker is None:
             raise ValueError(
-                "dataset must hold an example at least, got none; pass a stream that is not empty, "
+                "dataset must contain at least one example; pass a stream that is not empty, "
                 "and no iterator that was read before."
             )
         if not any_kept and (worker is None or read == self.buffer):

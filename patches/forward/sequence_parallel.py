@@ -142,8 +142,8 @@ SHARDS = (
     Refusal(
         _of_whole_row,
         "{got} cannot be combined with sequence_parallel_group: packed_layout alone gives a "
-        "shard's documents and padding, and nothing is cached or generated; call fv.shard_row on a batch "
-        "with packed_layout, or unpatch_model.",
+        "shard's documents and padding, and nothing is cached or generated; call fv.shard_row on "
+        "a batch with packed_layout, or unpatch_model.",
     ),
     Refusal(
         _no_shard,

@@ -282,8 +282,8 @@ def test_positions_of_roberta():
 @pytest.mark.parametrize(
     ("features", "words"),
     [
-        ([], "features must hold a document at least, got none"),
-        ([{"input_ids": []}], "features must hold a document at least"),
+        ([], "features must contain at least one document"),
+        ([{"input_ids": []}], "features must contain at least one document"),
         ([{"labels": [1]}], "features must hold input_ids, got labels"),
         ([{"input_ids": [1], "text": "a"}], "got 'text'; drop it, as it is not tokenized"),
         ([{"input_ids": [1], "w": [0.5]}], "got 'w'; drop it, or pass extra={'w': padding value}"),

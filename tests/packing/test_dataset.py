@@ -339,7 +339,7 @@ WRONG = GOOD | {"labels": [-100, -1, 3]}
         (iter([[1]]), {}, r"dataset must be a sequence .*, got list_iterator; .*StreamPacker"),
         ({"train": [GOOD]}, {}, "dataset must be a sequence .*, got dict; pass one split"),
         ("text", {}, "dataset must be a sequence"),
-        ([], {}, "dataset must hold an example at least, got none; "),
+        ([], {}, "dataset must contain at least one example; "),
         ([[1], [2]], {}, "dataset must hold a document with labels .* none in 2 examples; "),
         ([1, 2, 3], {}, r"dataset\[0\] must be a tokenized document: .*got int; "),
         ([GOOD, {"labels": [1]}], {}, r"dataset\[1\] .* input_ids, got labels; "),

@@ -202,7 +202,7 @@ LABELLED = {"input_ids": [5, 6, 7], "labels": [-1, -1, 7]}
 
 
 def test_what_raises():
-    with pytest.raises(ValueError, match="samples must hold at least one"):
+    with pytest.raises(ValueError, match="samples must contain at least one"):
         fv.share_prefixes([])
     with pytest.raises(ValueError, match="min_tokens must be an integer of at least 1"):
         fv.share_prefixes([[1, 2]], min_tokens=0)

@@ -204,7 +204,10 @@ def shared_batch(**changes):
             {"labels": torch.zeros(1, 160, dtype=torch.long)},
             "labels cannot be combined with a packed_layout of trees",
         ),
-        ({"attention_mask": torch.ones(1, 160, dtype=torch.long)}, "attention_mask must be left"),
+        (
+            {"attention_mask": torch.ones(1, 160, dtype=torch.long)},
+            "attention_mask cannot be combined",
+        ),
         ({"use_cache": True}, "trees cannot fill a cache"),
         ({"position_ids": torch.arange(160)[None]}, "position_ids cannot be combined"),
         ({"label_counts": None}, "must come with label_counts"),
