@@ -9,13 +9,16 @@
 | `trainer_callback.py` | every Trainer's check of a batch's model and loader; a dataset's epoch |
 | `lm_head.py` | `lm_head`: a model's head as a function of hidden states |
 | `api.py` | `patch_model`, `unpatch_model`, `patched` |
+| `apply.py` | applies a patch to a model, and undoes it |
 | `verification.py` | the check of a model that `patch_model(verify=True)` makes |
 | `isolation/` | `verify_isolation`: whether a bit of one document reaches another |
-| `forward/` | a patched model's forward, step by step, and the wrapper around it |
+| `forward/` | a patched model's forward: `wrapper.py`, `steps.py`, and what `stages.py` chooses for it |
 | `attention/` | the functions that transformers calls, and which backend serves which layers |
+| `batch/` | reads a batch: what was `given.py`, its documents, positions, targets, and the `row.py` |
+| `why_not.py`, `adapters.py`, `names.py` | why a model cannot be patched |
 | `state.py` | the state of a patched model; our attn_implementation names |
+| `parts.py` | what a model is made of |
 | `models/` | the verified families, as data, and model-specific code |
-| `batch/` | reads a batch: documents, positions, labels, cache |
 
 Each imports only those below it in this table.
 """
