@@ -6,7 +6,7 @@ Shapes: T = total_tokens (padding included), N = number of document slots (`capa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from flexvarlen.layout.arguments import (
 from flexvarlen.layout.boundaries import (
     Condition,
     check_boundaries,
-    check_copy,
     check_fit,
     default_capacity,
     document_starts,
@@ -105,7 +104,6 @@ class PackedLayout:
         self.has_padding = has_padding
         self.segments = segments
         self.shard = shard
-        self._fixed_launch = False
         self._note_launch_sizes()
 
     # ---- making one ----
@@ -224,38 +222,6 @@ class PackedLayout:
         return layout
 
     @classmethod
-    def from_groups(
-        cls, prompt_lengths: Sequence[int], answer_lengths: Sequence[Sequence[int]], **sizes: Any
-    ) -> PackedLayout:
-        """A layout of prompts, each followed by its answers, which do not see one another.
-
-        Args:
-            prompt_lengths: tokens of each prompt.
-            answer_lengths: for each prompt the tokens of its answers.
-            sizes: further arguments of `from_tree`.
-
-        Raises:
-            ValueError: as `from_tree`, or another number of prompts than of lists of answers.
-
-        >>> PackedLayout.from_groups([3], [[2, 1]])
-        PackedLayout(1 tree of 3 segments, of 6 tokens, total_tokens=6, capacity=4, \
-max_seqlen_bound=6, device=cpu)
-        """
-        prompts = integers("prompt_lengths", prompt_lengths)
-        if not isinstance(answer_lengths, Sequence) or len(answer_lengths) != len(prompts):
-            raise ValueError(
-                f"answer_lengths must be a list of lists, one for each of the {len(prompts)} "
-                f"prompts, got {answer_lengths!r:.80}."
-            )
-        lengths: list[int] = []
-        parents: list[int] = []
-        for prompt, of_prompt in zip(prompts, answer_lengths, strict=True):
-            answers = integers("answer_lengths", of_prompt)
-            parents += [-1] + [len(lengths)] * len(answers)
-            lengths += [prompt, *answers]
-        return cls.from_tree(lengths, parents, **sizes)
-
-    @classmethod
     def from_rows(
         cls,
         batch: int,
@@ -310,24 +276,20 @@ max_seqlen_bound=6, device=cpu)
         total_tokens: int | None = None,
         capacity: int | None = None,
         max_seqlen_bound: int | None = None,
-        checks: Literal["host", "device"] = "host",
     ) -> PackedLayout:
         """Build a layout from cumulative lengths, as used by FlashAttention and transformers.
 
         Args:
             cu_seqlens: int32 or int64 `[num_docs + 1]`, on the device of the tokens, or a list;
                 starts at 0, never decreases.
-            total_tokens: T; default: the last boundary. Required where nothing is read back.
-            capacity, max_seqlen_bound: as in `from_lengths`. Without a read-back, the
+            total_tokens: T; default: the last boundary. Required inside a compiled graph.
+            capacity, max_seqlen_bound: as in `from_lengths`. Inside a compiled graph the
                 defaults are the slots of `cu_seqlens` and T; pass a bound, as tables grow with it.
-            checks: "host" copies device boundaries to the host once and raises ValueError. "device"
-                reads nothing: invalid boundaries fail a device-side assertion, after which the
-                process cannot use the GPU. Inside a compiled graph it is always "device".
 
         Raises:
-            ValueError: the boundaries are not valid.
+            ValueError: the boundaries are not valid. A compiled graph asserts it on the device.
 
-        One sync, if the boundaries are on a device and `checks` is "host".
+        One sync if the boundaries are on a device; none inside a compiled graph.
 
         >>> PackedLayout.from_cu_seqlens([0, 3, 5]).lengths
         (3, 2)
@@ -345,14 +307,11 @@ max_seqlen_bound=6, device=cpu)
                 f"{tuple(cu_seqlens.shape)}; "
                 "flatten it, and start it with 0."
             )
-        if checks not in ("host", "device"):
-            raise ValueError(f"checks must be 'host' or 'device', got {checks!r}; choose one.")
-        compiling = torch.compiler.is_compiling()
-        if compiling or (checks == "device" and cu_seqlens.device.type != "cpu"):
+        if torch.compiler.is_compiling():
             if total_tokens is None:
                 raise ValueError(
-                    "total_tokens must be given where boundaries are not read back, got None; pass "
-                    "the number of tokens in the row."
+                    "total_tokens must be given inside a compiled graph, got None; pass the number "
+                    "of tokens in the row."
                 )
             if cu_seqlens.dtype == torch.int64:  # not wrapped around, to a boundary in the row
                 cu_seqlens = cu_seqlens.clamp(-1, INT32_MAX).to(torch.int32)
@@ -669,58 +628,30 @@ max_seqlen_bound=6, device=cpu)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> PackedLayout:
         """The same layout with `move` of its tensors; those on the host stay."""
-        made = PackedLayout(
-            move(self.cu_seqlens),
-            cu_seqlens_host=self.cu_seqlens_host,
-            total_tokens=self.total_tokens,
-            max_seqlen_bound=self.max_seqlen_bound,
-            num_docs=self.num_docs,
-            max_seqlen=self.max_seqlen,
+        return self.replace(
+            cu_seqlens=move(self.cu_seqlens),
             padding=None if self.padding is None else move(self.padding),
-            has_padding=self.has_padding,
             segments=None if self.segments is None else self.segments.moved(move),
             shard=None if self.shard is None else self.shard.moved(move),
         )
-        return made.fix_launch_sizes() if self._fixed_launch else made
 
-    def copy_(self, other: PackedLayout) -> PackedLayout:
-        """Copy the documents of `other` into this layout's tensors, for CUDA graphs. No sync.
-
-        Raises:
-            ValueError: `other` has another T or capacity, or a document longer than this layout's
-                bound.
-        """
-        check_copy(self, other)
-        self.cu_seqlens.copy_(other.cu_seqlens, non_blocking=True)
-        if self.padding is not None and other.padding is not None:
-            self.padding.copy_(other.padding, non_blocking=True)
-        if self.segments is not None and other.segments is not None:
-            self.segments = other.segments.copied_to(self.segments)
-        host = other.cu_seqlens_host
-        if host is not None:
-            # On the CPU both must stay the same tensor: compiled graphs guard on the aliasing.
-            host = self.cu_seqlens if self.device.type == "cpu" else host.clone()
-        self.cu_seqlens_host = host
-        self.num_docs, self.max_seqlen, self.has_padding = (
-            other.num_docs,
-            other.max_seqlen,
-            other.has_padding,
-        )
-        self._note_launch_sizes()
-        return self
+    def replace(self, **fields: Any) -> PackedLayout:
+        """The same layout with other values of these fields, named as in the constructor."""
+        given = {
+            "cu_seqlens": self.cu_seqlens,
+            "cu_seqlens_host": self.cu_seqlens_host,
+            "total_tokens": self.total_tokens,
+            "max_seqlen_bound": self.max_seqlen_bound,
+            "num_docs": self.num_docs,
+            "max_seqlen": self.max_seqlen,
+            "padding": self.padding,
+            "has_padding": self.has_padding,
+            "segments": self.segments,
+            "shard": self.shard,
+        }
+        return PackedLayout(**(given | fields))
 
     # ---- what kernels are launched for ----
-
-    def fix_launch_sizes(self) -> PackedLayout:
-        """Always launch kernels for `capacity`, `max_seqlen_bound` and a padded tail.
-
-        For `torch.compile(mode="reduce-overhead")`, which otherwise records separate CUDA graphs
-        for rows with and without padding and, above 2,048 tokens, for each number of documents
-        and longest length. Other CUDA graph captures always do this. Returns `self`.
-        """
-        self._fixed_launch = True
-        self._note_launch_sizes()
-        return self
 
     def _note_launch_sizes(self) -> None:
         documents = self.num_docs
@@ -735,7 +666,6 @@ max_seqlen_bound=6, device=cpu)
             bound=self.max_seqlen_bound,
             total_tokens=self.total_tokens,
             may_have_tail=self.has_padding is not False,
-            fixed=self._fixed_launch,
             device=self.device,
         )
 

@@ -134,8 +134,8 @@ def split_documents(x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
     if lengths is None:
         raise ValueError(
             "split() needs boundaries that the host knows, got a compiled graph, or a layout that "
-            "only the device knows; call it outside torch.compile with a layout made from lengths, "
-            'or with checks="host", or use pool() or document_ids().'
+            "only the device knows; call it outside torch.compile with a layout made there, or use "
+            "pool() or document_ids()."
         )
     x_T = one_row(x, layout.total_tokens)
     return torch.split(x_T, [*lengths, layout.total_tokens - sum(lengths)])[:-1]
