@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from flexvarlen.bench.suites.model import tables
+from flexvarlen.bench.suites.model.attends import attends
 from flexvarlen.bench.suites.model.geometries import GeometryCase
-from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.measure import watch_compilation
 from flexvarlen.report.records import Record, grouped, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table, best
