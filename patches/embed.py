@@ -25,12 +25,13 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import pool
 from flexvarlen.packing import pack
 from flexvarlen.patches.api import is_patched, patched, transformers_model
-from flexvarlen.patches.parts import ModelParts
-from flexvarlen.patches.sentence_transformers_files import (
+from flexvarlen.patches.embedding_settings import (
     POOLINGS,
     EmbeddingSettings,
+    apply_dense,
     read_settings,
 )
+from flexvarlen.patches.parts import ModelParts
 
 Pooling = Literal["cls", "first", "mean", "last", "max"]
 T = TypeVar("T")
@@ -60,8 +61,8 @@ def embed(
 
     Texts are packed into rows of `tokens_per_row` tokens, so none is padded and there is no batch
     size. Pooling, dense layers, normalization, prompts and the maximum length are read from the
-    files that sentence-transformers saved with the model, if there are any; arguments take
-    precedence. sentence-transformers need not be installed. Of a model on the Hub they are read
+    files that sentence-transformers saved with the model, if there are any, which needs
+    sentence-transformers 6 or later; arguments take precedence. Of a model on the Hub they are read
     from its main revision (with transformers before 5.23: from the one that was loaded). For
     another revision, pass a local folder.
 
@@ -89,6 +90,7 @@ def embed(
         fp32 `[N, dim]` on the CPU, in the order of the texts. A text without tokens has zeros.
 
     Raises:
+        ImportError: the model's folder has a modules.json, and sentence-transformers is missing.
         ValueError: texts are not a list of strings, an argument is not one of those above, or
             pooling is neither given nor in the model's folder.
         NotImplementedError: the model cannot be patched, or its folder names modules or options
@@ -349,7 +351,7 @@ class _Pooler:
 
     def after_pooling(self, x: Tensor) -> Tensor:
         for module in self.dense:
-            x = module(x)
+            x = apply_dense(module, x)
         return to_unit_length(x, dim=-1) if self.settings.normalize else x
 
     def empty(self, texts: int) -> Tensor:
