@@ -157,7 +157,7 @@ def sharded_layout(
     exchange, windowed = KeyExchange.of(plan, rank, capacity=capacity), None
     if window is not None:
         windowed = KeyExchange.of(plan, rank, capacity=capacity, window=window)
-    layout.shard = RowShard(
+    shard = RowShard(
         rank,
         plan.ranks,
         method="contiguous" if plan.contiguous else "documents",
@@ -168,7 +168,7 @@ def sharded_layout(
         window=window,
         windowed=windowed,
     )
-    return layout.to(device)
+    return layout.replace(shard=shard).to(device)
 
 
 def _hops(pieces: Pieces, rank: int) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from flexvarlen import PackedLayout
 from flexvarlen.layout.boundaries import default_capacity, document_starts, round_up_to_power_of_two
+from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.measure import watch_compilation
 
 lengths_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)
@@ -149,6 +153,35 @@ def test_to_moves_the_tensors_and_keeps_the_rest():
     assert repr(there).replace("meta", "cpu") == repr(here)
     assert there.lengths == here.lengths
     assert there.has_padding is True
+
+
+def made_in_a_graph(lengths):
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    made = torch.compile(PackedLayout.from_position_ids, backend="eager", fullgraph=True)
+    return made(positions)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        PackedLayout.from_lengths,
+        lambda lengths: pickle.loads(pickle.dumps(PackedLayout.from_lengths(lengths))),
+        lambda lengths: copy.copy(PackedLayout.from_lengths(lengths)),
+        lambda lengths: PackedLayout.from_lengths([9]).replace(
+            **PackedLayout.from_lengths(lengths).__getstate__()
+        ),
+        made_in_a_graph,
+    ],
+    ids=["made", "pickled", "copied", "replaced", "leaves_a_graph"],
+)
+def test_a_layout_is_frozen_with_the_launch_sizes_of_its_fields(make):
+    layout = make([SHORT_ROW, 3])
+    documents = layout.capacity if layout.num_docs is None else 2
+    assert layout.launch.read(compiling=False)[0] == documents
+    assert layout.position_ids()[-3:].tolist() == [0, 1, 2]
+    for name in ("cu_seqlens", "segments", "shard", "launch", "another"):
+        with pytest.raises(AttributeError, match=f"{name} of a PackedLayout must not change"):
+            setattr(layout, name, None)
 
 
 def test_a_layout_moved_to_where_it_is_is_itself():

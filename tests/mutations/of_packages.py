@@ -10,7 +10,7 @@ CU_SEQLENS = f"{BACKENDS}/cu_seqlens"
 MUTATIONS = (
     Mutation(
         "layout: spare slots hold documents",
-        f"{LAYOUT}/packed_layout.py",
+        f"{LAYOUT}/layout_fields.py",
         "[boundaries[-1]] * spare",
         "[0] * spare",
         "tests/layout/test_packed_layout.py",
@@ -31,9 +31,9 @@ MUTATIONS = (
     ),
     Mutation(
         "layout: kernels are launched for the trees, not for their segments",
-        f"{LAYOUT}/packed_layout.py",
-        "documents = len(self.segments.lengths)",
-        "documents = self.num_docs",
+        f"{LAYOUT}/document_row.py",
+        "documents = len(row.segments.lengths)",
+        "documents = row.num_docs",
         "tests/attention/backends/test_launch_sizes.py",
     ),
     Mutation(
@@ -206,7 +206,7 @@ MUTATIONS = (
     ),
     Mutation(
         "parallel: positions begin anew in each piece",
-        "flexvarlen/layout/packed_layout.py",
+        "flexvarlen/layout/document_row.py",
         "positions + self.shard.starts[self.document_ids()]",
         "positions",
         DOCUMENTS,
