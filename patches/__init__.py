@@ -2,7 +2,7 @@
 
 | folder | holds |
 |---|---|
-| `embed.py` | `embed`; `sentence_transformers_files.py` reads what sentence-transformers saved |
+| `embed.py` | `embed`; `embedding_settings.py` reads what sentence-transformers saved |
 | `trainers.py` | `patch_trainer` |
 | `context_parallel_trainer.py` | a Trainer whose processes share packed rows |
 | `shard_collator.py` | its collator, which keeps a rank's shard of a row |
@@ -12,9 +12,9 @@
 | `apply.py` | applies a patch to a model, and undoes it |
 | `verification.py` | the check of a model that `patch_model(verify=True)` makes |
 | `isolation/` | `verify_isolation`: whether a bit of one document reaches another |
-| `forward/` | a patched model's forward: `wrapper.py`, `steps.py`, and what `stages.py` chooses for it |
+| `forward/` | a patched model's forward: its `steps.py`, and what `stages.py` chooses for it |
 | `attention/` | the functions that transformers calls, and which backend serves which layers |
-| `batch/` | reads a batch: what was `given.py`, its documents, positions, targets, and the `row.py` |
+| `batch/` | reads a batch: what was given, documents, positions, targets: the row |
 | `why_not.py`, `adapters.py`, `names.py` | why a model cannot be patched |
 | `state.py` | the state of a patched model; our attn_implementation names |
 | `parts.py` | what a model is made of |

@@ -25,13 +25,14 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import pool
 from flexvarlen.packing import pack
 from flexvarlen.patches.api import is_patched, patched
-from flexvarlen.patches.inner_model import transformers_model
-from flexvarlen.patches.parts import ModelParts
-from flexvarlen.patches.sentence_transformers_files import (
+from flexvarlen.patches.embedding_settings import (
     POOLINGS,
     EmbeddingSettings,
+    apply_dense,
     read_settings,
 )
+from flexvarlen.patches.inner_model import transformers_model
+from flexvarlen.patches.parts import ModelParts
 
 Pooling = Literal["cls", "first", "mean", "last", "max"]
 T = TypeVar("T")
@@ -61,8 +62,8 @@ def embed(
 
     Texts are packed into rows of `tokens_per_row` tokens, so none is padded and there is no batch
     size. Pooling, dense layers, normalization, prompts and the maximum length are read from the
-    files that sentence-transformers saved with the model, if there are any; arguments take
-    precedence. sentence-transformers need not be installed. Of a model on the Hub they are read
+    files that sentence-transformers saved with the model, if there are any, which needs
+    sentence-transformers 6 or later; arguments take precedence. Of a model on the Hub they are read
     from its main revision (with transformers before 5.23: from the one that was loaded). For
     another revision, pass a local folder.
 
@@ -90,6 +91,7 @@ def embed(
         fp32 `[N, dim]` on the CPU, in the order of the texts. A text without tokens has zeros.
 
     Raises:
+        ImportError: the model's folder has a modules.json, and sentence-transformers is missing.
         ValueError: texts are not a list of strings, an argument is not one of those above, or
             pooling is neither given nor in the model's folder.
         NotImplementedError: the model cannot be patched, or its folder names modules or options
@@ -216,7 +218,7 @@ def _max_length(
     if given and positions and given > positions:
         raise ValueError(
             f"max_length must be at most {positions}, the positions that the model has, got "
-            f"{given}; lower it, or remove it."
+            f"{given}; pass less, or leave it out."
         )
     config = inner.config.get_text_config()
     default: int = tokenizer.model_max_length
@@ -350,7 +352,7 @@ class _Pooler:
 
     def after_pooling(self, x: Tensor) -> Tensor:
         for module in self.dense:
-            x = module(x)
+            x = apply_dense(module, x)
         return to_unit_length(x, dim=-1) if self.settings.normalize else x
 
     def empty(self, texts: int) -> Tensor:

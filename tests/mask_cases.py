@@ -46,8 +46,7 @@ def slots_of(documents, device="cpu", **shapes):
         documents.lengths, total_tokens=documents.total_tokens, device=device, **shapes
     )
     if documents.padding:
-        layout.padding = documents.padded().to(device)
-        layout.has_padding = True
+        layout = layout.replace(padding=documents.padded().to(device), has_padding=True)
     return layout
 
 

@@ -32,7 +32,7 @@ ORDER = (
     "patches.context_parallel_trainer",
     "patches.shard_collator",
     "patches.embed",
-    "patches.sentence_transformers_files",
+    "patches.embedding_settings",
     "patches.lm_head",
     "patches.trainer_callback",
     "patches.api",

@@ -48,6 +48,22 @@ def require_tensor(name: str, value: object) -> None:
         )
 
 
+def one_row(x: Tensor, total: int) -> Tensor:
+    """`[T, ...]` or `[1, T, ...]` -> `[T, ...]`.
+
+    Raises:
+        ValueError: x has another shape.
+    """
+    require_tensor("x", x)
+    x_T = x[0] if x.shape[:2] == (1, total) else x
+    if x_T.shape[:1] != (total,):
+        raise ValueError(
+            f"x must have shape [{total}, ...] or [1, {total}, ...] for this layout, got "
+            f"{tuple(x.shape)}; flatten rows with x.flatten(0, 1)."
+        )
+    return x_T
+
+
 def require_layout(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a `PackedLayout`."""
     if not hasattr(value, "cu_seqlens_host"):  # its module imports this one

@@ -8,17 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flexvarlen.layout.arguments import INT32_MAX, checked_sizes, require_layout
-
-if TYPE_CHECKING:
-    from flexvarlen.layout.packed_layout import PackedLayout
-
+from flexvarlen.layout.arguments import INT32_MAX, checked_sizes
 
 HAS_TRITON = find_spec("triton") is not None
 """Whether the Triton kernels can run: torch for CUDA brings it, torch for the CPU does not."""
@@ -149,11 +145,11 @@ def check_fit(
 def safe_boundaries(
     cu_seqlens: Tensor, total_tokens: int, capacity: int | None, max_seqlen_bound: int
 ) -> Tensor:
-    """Boundaries that only the device knows, made memory-safe.
+    """Boundaries inside a compiled graph, made memory-safe.
 
     The device asserts that they start at 0, never decrease, end in the row, and that no document is
-    longer than `max_seqlen_bound`. Inside a compiled graph they are clamped too, as kernels may run
-    before the assertion. No sync; traces under `fullgraph=True`.
+    longer than `max_seqlen_bound`. They are clamped too, as kernels may run before the assertion.
+    No sync; traces under `fullgraph=True`.
 
     Returns:
         int32 `[capacity + 1]`.
@@ -168,10 +164,6 @@ def safe_boundaries(
             f"capacity must be at least the {given} slots of cu_seqlens, got {slots}; raise "
             "capacity."
         )
-    if cu_seqlens.device.type == "cuda" and HAS_TRITON and not torch.compiler.is_compiling():
-        from flexvarlen.layout.triton.check_boundaries import check_boundaries
-
-        return check_boundaries(cu_seqlens, slots, total_tokens, max_seqlen_bound)
     safe = cu_seqlens.clamp(0, total_tokens)
     safe = torch.cat([torch.zeros_like(safe[:1]), safe[1:]]).cummax(0).values.to(torch.int32)
     torch._assert_async(
@@ -201,39 +193,6 @@ def traced_boundaries(starts_T: Tensor, slots: int) -> Tensor:
     first = torch.nonzero_static(starts_T, size=slots, fill_value=INT32_MAX)[:, 0]
     first = first.clamp(max=total)
     return torch.cat([first, first.new_full((1,), total)]).to(torch.int32)
-
-
-def check_copy(to: PackedLayout, other: PackedLayout) -> None:
-    """Check that the documents of `other` fit the tensors of `to`; see `PackedLayout.copy_`."""
-    require_layout("other", other)
-    if (other.total_tokens, other.capacity) != (to.total_tokens, to.capacity):
-        raise ValueError(
-            f"copy_ needs equal total_tokens and capacity, got {other.total_tokens} and "
-            f"{other.capacity} for {to.total_tokens} and {to.capacity}; make both with the "
-            "same total_tokens= and capacity=."
-        )
-    longest = other.max_seqlen_bound if other.max_seqlen is None else other.max_seqlen
-    if longest > to.max_seqlen_bound:
-        raise ValueError(
-            f"copy_ needs documents of at most max_seqlen_bound={to.max_seqlen_bound} "
-            f"tokens, got {longest}; make this layout with a larger max_seqlen_bound=."
-        )
-    trees = [x.segments and (x.segments.table.shape, x.segments.max_depth) for x in (to, other)]
-    if trees[0] != trees[1]:
-        raise ValueError(
-            "copy_ needs trees of equal capacity and max_depth in both layouts or in neither; make "
-            "both with from_tree and the same capacity= and max_depth=."
-        )
-    if not (to.shard.is_whole and other.shard.is_whole):
-        raise NotImplementedError(
-            "copy_ does not copy the shard of a row, whose tables are on the host; make a new one "
-            "with fv.shard_row."
-        )
-    if (to.padding is None) != (other.padding is None):
-        raise ValueError(
-            "copy_ needs padding runs inside the row in both layouts or in neither; make a new "
-            "layout."
-        )
 
 
 def slots_of(boundaries: Tensor, indices: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from flexvarlen.layout.arguments import as_int, holds_integers, require_tensor, whole_numbers
-
-if TYPE_CHECKING:
-    from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.packed_layout import PackedLayout
 
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
 

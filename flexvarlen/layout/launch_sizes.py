@@ -33,7 +33,6 @@ class LaunchSizes:
         capacity, bound: the layout's `capacity` and `max_seqlen_bound`.
         total_tokens: T.
         may_have_tail: whether there may be tokens past the last boundary.
-        fixed: whether to use `capacity` and `bound` for every row.
         device: the layout's device.
 
     Attributes:
@@ -49,17 +48,16 @@ class LaunchSizes:
         bound: int,
         total_tokens: int,
         may_have_tail: bool,
-        fixed: bool,
         device: torch.device,
     ) -> None:
-        fixed = fixed or documents is None or longest is None
-        self.of_the_row = not fixed and total_tokens > SHORT_ROW
+        known = documents is not None and longest is not None
+        self.of_the_row = known and total_tokens > SHORT_ROW
         if documents is None or longest is None or not self.of_the_row:
             documents, longest = capacity, (bound,) * len(longest or (bound,))
         documents = max(documents, 1)  # kernels reject an empty batch
-        self._sizes = (documents, *longest, 1 if fixed else int(may_have_tail))
+        self._sizes = (documents, *longest, int(may_have_tail) if known else 1)
         self._shape: Tensor | None = None
-        if not fixed and not torch.compiler.is_compiling():
+        if known and not torch.compiler.is_compiling():
             varying = self._sizes if self.of_the_row else self._sizes[-1:]
             shape = (0, *(size + i * _SHIFT for i, size in enumerate(varying, 1)))
             strides = (0,) * len(shape)

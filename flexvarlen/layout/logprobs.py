@@ -7,7 +7,7 @@ C = tokens of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,14 @@ from torch.nn.functional import log_softmax
 from torch.utils.checkpoint import checkpoint
 
 from flexvarlen.layout.arguments import as_int, require_tensor
+from flexvarlen.layout.document_row import document_boundaries
 from flexvarlen.layout.labels import IGNORE_INDEX, unpredicted_tokens
+from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import (
     accumulation_dtype,
-    document_boundaries,
     flat_tokens,
     sum_documents,
 )
-
-if TYPE_CHECKING:
-    from flexvarlen.layout.packed_layout import PackedLayout
 
 BARE_HEAD = "_flexvarlen_bare_head"
 """The attribute of a head's linear layer after which its model scales or caps the logits."""

@@ -1,4 +1,4 @@
-"""Per-document operations: `pool`, and what `PackedLayout`'s methods and `document_logprobs` need.
+"""Per-document operations: `pool`, and what `document_logprobs` needs too.
 
 Shapes: T = total_tokens; N = `num_docs`, or `capacity` in a graph that other documents may run in;
 D = any feature size.
@@ -6,17 +6,15 @@ D = any feature size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from flexvarlen.layout.arguments import require_layout, require_tensor
-from flexvarlen.layout.launch_sizes import is_replayed
-
-if TYPE_CHECKING:
-    from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.document_row import document_boundaries
+from flexvarlen.layout.packed_layout import PackedLayout
 
 
 def pool(
@@ -64,7 +62,7 @@ def pool(
         pooled = _Maxima.apply(x_TD, cu_seqlens, slots_T)  # type: ignore[no-untyped-call]
     else:
         raise ValueError(f"how must be 'last', 'first', 'mean' or 'max', got {how!r}; choose one.")
-    return torch.where(real_documents(layout)[:, None], pooled, 0)
+    return torch.where(layout.real_documents()[:, None], pooled, 0)
 
 
 class _Maxima(torch.autograd.Function):
@@ -90,71 +88,6 @@ class _Maxima(torch.autograd.Function):
         counts_ND = sum_documents(highest_TD.to(wide), cu_seqlens)
         share_TD = pad(grad_ND.to(wide) / counts_ND, (0, 0, 0, 1))[slots_T]
         return torch.where(highest_TD, share_TD, 0).to(x_TD.dtype), None, None
-
-
-def document_boundaries(layout: PackedLayout) -> Tensor:
-    """int32 `[N + 1]`: `cu_seqlens`, without the spare slots where the number of documents holds.
-
-    A compiled or captured graph may run for other documents, so it keeps all slots.
-
-    Raises:
-        NotImplementedError: documents are trees, of which no one token is the last, or those of a
-            shard.
-    """
-    _require_whole_documents(layout)
-    if layout.segments is not None:
-        raise NotImplementedError(
-            "a layout of trees has no one vector of a document: its paths share tokens; call "
-            "layout.unfold(x), which gives each path its own."
-        )
-    any_documents = torch.compiler.is_compiling() or is_replayed(layout.cu_seqlens)
-    if any_documents or layout.num_docs is None:
-        return layout.cu_seqlens
-    return layout.cu_seqlens[: layout.num_docs + 1]
-
-
-def _require_whole_documents(layout: PackedLayout) -> None:
-    if layout.shard.splits_documents:
-        raise NotImplementedError(
-            "a shard of a row may have parts of documents, which continue on other ranks; gather "
-            "the tokens of all ranks in the order of the row, and pass the whole row's layout."
-        )
-
-
-def real_documents(layout: PackedLayout) -> Tensor:
-    """See `PackedLayout.real_documents`."""
-    real = document_boundaries(layout).diff() > 0
-    return real if layout.padding is None else real & ~layout.padding[layout.first_tokens()]
-
-
-def split_documents(x: Tensor, layout: PackedLayout) -> tuple[Tensor, ...]:
-    """See `PackedLayout.split`."""
-    _require_whole_documents(layout)
-    lengths = None if torch.compiler.is_compiling() else layout.lengths
-    if lengths is None:
-        raise ValueError(
-            "split() needs boundaries that the host knows, got a compiled graph, or a layout that "
-            "only the device knows; call it outside torch.compile with a layout made from lengths, "
-            'or with checks="host", or use pool() or document_ids().'
-        )
-    x_T = one_row(x, layout.total_tokens)
-    return torch.split(x_T, [*lengths, layout.total_tokens - sum(lengths)])[:-1]
-
-
-def one_row(x: Tensor, total: int) -> Tensor:
-    """`[T, ...]` or `[1, T, ...]` -> `[T, ...]`.
-
-    Raises:
-        ValueError: x has another shape.
-    """
-    require_tensor("x", x)
-    x_T = x[0] if x.shape[:2] == (1, total) else x
-    if x_T.shape[:1] != (total,):
-        raise ValueError(
-            f"x must have shape [{total}, ...] or [1, {total}, ...] for this layout, got "
-            f"{tuple(x.shape)}; flatten rows with x.flatten(0, 1)."
-        )
-    return x_T
 
 
 def flat_tokens(x: Tensor, layout: PackedLayout) -> Tensor:

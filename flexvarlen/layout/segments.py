@@ -91,13 +91,6 @@ class Segments:
         by_level = replace(self.by_level, table=move(self.by_level.table))
         return replace(self, table=move(self.table), by_level=by_level)
 
-    def copied_to(self, other: Segments) -> Segments:
-        """The same segments in the tables of `other`, whose values are lost. No sync."""
-        other.table.copy_(self.table, non_blocking=True)
-        other.by_level.table.copy_(self.by_level.table, non_blocking=True)
-        by_level = replace(self.by_level, table=other.by_level.table)
-        return replace(self, table=other.table, by_level=by_level)
-
     def tree_lengths(self) -> list[int]:
         """Tokens of each document."""
         trees: list[int] = []

@@ -56,8 +56,7 @@ def document_block_mask(
             other, or, on a GPU, a row that FlexAttention's kernels would read past: a multiple of
             128 tokens that is not a multiple of a larger `block_size`.
 
-    No sync; traces under `fullgraph=True`; may be captured in a CUDA graph, whose replay after
-    `layout.copy_(other)` rebuilds it. Memory O(NQ · width).
+    No sync; traces under `fullgraph=True`; may be captured in a CUDA graph. Memory O(NQ · width).
 
     >>> document_block_mask(PackedLayout.from_lengths([128, 128])).sparsity()
     50.0

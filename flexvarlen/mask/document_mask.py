@@ -47,9 +47,6 @@ class DocumentMask:
     picture are computed on request. Two masks are equal, with equal hashes, if the layouts
     and the prefix are the same objects and the kinds are equal.
 
-    After `layout.copy_(other)` it describes the new documents, slot by slot: `prefix` is kept
-    unchanged, and `layout_k` must be updated to the same number of documents.
-
     Attributes:
         layout: the documents of the queries.
         layout_k: those of the keys; `layout` in self-attention.

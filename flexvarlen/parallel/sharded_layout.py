@@ -152,7 +152,7 @@ def sharded_layout(
     exchange, windowed = KeyExchange.of(plan, rank, capacity=capacity), None
     if window is not None:
         windowed = KeyExchange.of(plan, rank, capacity=capacity, window=window)
-    layout.shard = RowShard(
+    shard = RowShard(
         rank,
         plan.ranks,
         starts=starts,
@@ -162,7 +162,7 @@ def sharded_layout(
         window=window,
         windowed=windowed,
     )
-    return layout.to(device)
+    return layout.replace(shard=shard).to(device)
 
 
 def _links(pieces: Pieces, rank: int) -> Tensor:

@@ -51,8 +51,8 @@ def own_trees(
         max_depth=1 if segments is None else segments.max_depth,
     )
     starts = torch.zeros(layout.capacity + 1, dtype=torch.int64, device="cpu")
-    made.shard = RowShard(rank, ranks, starts, exchange=None, causal=True, splits_documents=False)
-    return order[rank], made.to(layout.device)
+    shard = RowShard(rank, ranks, starts, exchange=None, causal=True, splits_documents=False)
+    return order[rank], made.replace(shard=shard).to(layout.device)
 
 
 def whole_trees(lengths: tuple[int, ...], ranks: int, layout: PackedLayout) -> Pieces:

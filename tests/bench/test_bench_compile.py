@@ -140,7 +140,8 @@ def test_both_packings_are_right_and_cuda_graphs_need_a_gpu():
 
 
 def test_a_call_that_keeps_its_first_documents_is_wrong(monkeypatch):
-    monkeypatch.setattr(small_inference, "refill", lambda inputs, others: None)
+    row, inputs = PackedBatch(torch.zeros(1, 16), EAGER.documents), Variant.inputs
+    monkeypatch.setattr(Variant, "inputs", lambda self, _: inputs(self, row))
     (found,) = small_inference.SUITE.measure(EAGER, ["sdpa"], QUICK)
     assert found.status == "wrong"
     assert found.reason.startswith("after other documents came")

@@ -11,8 +11,7 @@ import torch
 from flexvarlen.bench import report
 from flexvarlen.bench.suites import suite_of
 from flexvarlen.bench.suites.model.cases import ModelCase, split_variant
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase, text_lengths
-from flexvarlen.bench.suites.model.utilisation import peak_tflops, step_tflop
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES, text_lengths
 from flexvarlen.bench.suites.model.whole_model import SUITE, Training
 from flexvarlen.report.records import read_records
 from flexvarlen.runner.run import RunRequest, run_suite
@@ -126,22 +125,6 @@ def test_a_row_of_texts_holds_many_documents():
     assert sum(lengths) == 4096
     assert max(lengths) == 4096 // 8
     assert lengths == text_lengths(4096, 6, None) != text_lengths(4096, 7, None)
-
-
-def test_a_step_counts_matrix_products_and_unmasked_pairs():
-    model = GeometryCase("qwen3-tiny", 2, dtype="float32").new_base_model(CPU)
-    weights = sum(p.numel() for p in model.layers.parameters()) + model.norm.weight.numel()
-    pairs = 5 * 6 // 2 + 3 * 4 // 2
-    attention = 4 * pairs * 32 * 4 * 2  # of 4 heads of 32 in 2 layers
-    assert step_tflop(model, [5, 3], backward=False) == (2 * weights * 8 + attention) / 1e12
-    assert step_tflop(model, [5, 3]) == (6 * weights * 8 + attention * 3.5) / 1e12
-
-
-def test_a_longer_name_of_a_gpu_is_not_taken_for_a_shorter_one():
-    assert peak_tflops("NVIDIA GH200 480GB", "bfloat16") == 989.4
-    assert peak_tflops("NVIDIA H100 PCIe", "float16") == 756.5
-    assert peak_tflops("NVIDIA H100 MIG 1g.10gb", "float16") is None
-    assert peak_tflops("NVIDIA T4", "float16") is None
 
 
 # --- cases, tables, the chart --------------------------------------------------------------------

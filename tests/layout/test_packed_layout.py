@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from flexvarlen import PackedLayout
 from flexvarlen.layout.boundaries import default_capacity, document_starts, round_up_to_power_of_two
+from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.measure import watch_compilation
 
 lengths_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)
@@ -151,76 +155,38 @@ def test_to_moves_the_tensors_and_keeps_the_rest():
     assert there.has_padding is True
 
 
-def test_copy_takes_documents_over_into_the_same_storage():
-    mine = PackedLayout.from_lengths([5, 5], total_tokens=16, max_seqlen_bound=8, capacity=4)
-    address = mine.cu_seqlens.data_ptr()
-    other = PackedLayout.from_lengths([1, 2, 8], total_tokens=16, capacity=4, max_seqlen_bound=16)
-    assert mine.copy_(other) is mine
-    assert mine.cu_seqlens.data_ptr() == address
-    assert mine.cu_seqlens.tolist() == [0, 1, 3, 11, 11]
-    assert (mine.lengths, mine.num_docs, mine.max_seqlen) == ((1, 2, 8), 3, 8)
-    assert mine.max_seqlen_bound == 8
-    other.cu_seqlens_host[1] = 7
-    assert mine.lengths == (1, 2, 8), "copy_ must not share the host boundaries"
+def made_in_a_graph(lengths):
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    made = torch.compile(PackedLayout.from_position_ids, backend="eager", fullgraph=True)
+    return made(positions)
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    "make",
     [
-        ({"total_tokens": 17}, "equal total_tokens and capacity"),
-        ({"capacity": 8}, "equal total_tokens and capacity"),
-        ({"lengths": [9, 1]}, "at most max_seqlen_bound=8 tokens, got 9"),
+        PackedLayout.from_lengths,
+        lambda lengths: pickle.loads(pickle.dumps(PackedLayout.from_lengths(lengths))),
+        lambda lengths: copy.copy(PackedLayout.from_lengths(lengths)),
+        lambda lengths: PackedLayout.from_lengths([9]).replace(
+            **PackedLayout.from_lengths(lengths).__getstate__()
+        ),
+        made_in_a_graph,
     ],
+    ids=["made", "pickled", "copied", "replaced", "leaves_a_graph"],
 )
-def test_copy_refuses_what_its_shapes_cannot_hold(changes, sentence):
-    mine = PackedLayout.from_lengths([5, 5], total_tokens=16, max_seqlen_bound=8, capacity=4)
-    kind = {"lengths": [5, 5], "total_tokens": 16, "capacity": 4} | changes
-    with pytest.raises(ValueError, match=sentence):
-        mine.copy_(PackedLayout.from_lengths(kind.pop("lengths"), **kind))
-    assert mine.lengths == (5, 5)
-
-
-def test_copy_takes_padding_over():
-    starts = torch.tensor([True, False, True, False])
-    padding = torch.tensor([False, False, True, True])
-    mine = PackedLayout.from_starts(starts, padding_T=~padding)
-    mine.copy_(PackedLayout.from_starts(starts, padding_T=padding))
-    assert mine.padding.tolist() == padding.tolist()
-
-    tail = PackedLayout.from_lengths([5], total_tokens=8, capacity=2, max_seqlen_bound=8)
-    full = PackedLayout.from_lengths([4, 4], capacity=2)
-    assert PackedLayout.from_lengths([4, 4], max_seqlen_bound=8).copy_(tail).has_padding is True
-    assert tail.copy_(full).has_padding is False
-
-
-def test_copy_takes_the_bound_for_what_only_the_device_knows():
-    mine = PackedLayout.from_lengths([5, 5], total_tokens=16, max_seqlen_bound=8, capacity=2)
-    other = PackedLayout(
-        torch.tensor([0, 5, 10], dtype=torch.int32),
-        cu_seqlens_host=None,
-        total_tokens=16,
-        max_seqlen_bound=16,
-        num_docs=None,
-        max_seqlen=None,
-    )
-    with pytest.raises(ValueError, match="at most max_seqlen_bound=8 tokens, got 16"):
-        mine.copy_(other)
+def test_a_layout_is_frozen_with_the_launch_sizes_of_its_fields(make):
+    layout = make([SHORT_ROW, 3])
+    documents = layout.capacity if layout.num_docs is None else 2
+    assert layout.launch.read(compiling=False)[0] == documents
+    assert layout.position_ids()[-3:].tolist() == [0, 1, 2]
+    for name in ("cu_seqlens", "segments", "shard", "launch", "another"):
+        with pytest.raises(AttributeError, match=f"{name} of a PackedLayout must not change"):
+            setattr(layout, name, None)
 
 
 def test_a_layout_moved_to_where_it_is_is_itself():
-    """A second one on the same storage would keep what `copy_` makes stale."""
     layout = PackedLayout.from_lengths([5])
     assert layout.to("cpu") is layout
-
-
-def test_copy_refuses_padding_runs_that_it_has_no_storage_for():
-    starts = torch.tensor([True, False, True, False])
-    mine = PackedLayout.from_starts(starts)
-    other = PackedLayout.from_starts(starts, padding_T=torch.tensor([False, False, True, True]))
-    with pytest.raises(
-        ValueError, match="padding runs inside the row in both layouts or in neither"
-    ):
-        mine.copy_(other)
 
 
 @pytest.mark.parametrize(
@@ -263,17 +229,16 @@ def test_boundaries_from_what_a_model_is_called_with(given_, lengths):
     assert PackedLayout.from_starts(starts).lengths == lengths
 
 
-def test_copied_documents_compile_nothing_again():
+def test_other_documents_compile_nothing_again():
     """On the CPU the boundaries of host and device are one tensor: a clone would be a new graph."""
-    layout = PackedLayout.from_lengths([3, 5], capacity=4, max_seqlen_bound=8)
+    sizes = {"capacity": 4, "max_seqlen_bound": 8}
 
     @torch.compile(backend="eager", fullgraph=True)
     def uses(layout):
         return layout.cu_seqlens.sum() + layout.cu_seqlens_host.sum()
 
     with watch_compilation() as first:
-        uses(layout)
-    layout.copy_(PackedLayout.from_lengths([1, 6, 1], capacity=4, max_seqlen_bound=8))
+        uses(PackedLayout.from_lengths([3, 5], **sizes))
     with watch_compilation() as again:
-        assert uses(layout) == 2 * (0 + 1 + 7 + 8 + 8)
+        assert uses(PackedLayout.from_lengths([1, 6, 1], **sizes)) == 2 * (0 + 1 + 7 + 8 + 8)
     assert (first.compilations, again.compilations) == (1, 0)

@@ -65,32 +65,12 @@ def test_roots_alone_are_plain_documents():
     assert torch.equal(deeper.position_ids(), layout.position_ids())
 
 
-def test_groups():
-    layout = PackedLayout.from_groups([4, 2], [[1, 3], []], total_tokens=12)
-    assert layout.segments.parents == (-1, 0, 0, -1)
-    assert layout.lengths == (8, 2)
-    with pytest.raises(ValueError, match="a list of lists, one for each of the 2 prompts"):
-        PackedLayout.from_groups([4, 2], [[1]])
-
-
 def test_copies():
     layout = EXAMPLES["levels"].layout(max_depth=4)
     assert torch.equal(pickle.loads(pickle.dumps(layout)).position_ids(), layout.position_ids())
     moved = layout.to("meta")
     assert moved.segments.table.device.type == "meta"
     assert moved.segments.max_depth == 4
-    sizes = {"total_tokens": 20, "capacity": 4, "max_seqlen_bound": 20}
-    to = PackedLayout.from_tree([9, 2, 3], [-1, 0, 0], **sizes)
-    other = PackedLayout.from_tree([1, 2, 5], [-1, -1, 1], **sizes)
-    expected = other.position_ids()
-    table = to.segments.by_level.table
-    assert torch.equal(to.copy_(other).position_ids(), expected)
-    assert to.segments.by_level.table is table
-    assert torch.equal(table, other.segments.by_level.table)
-    assert torch.equal(to.segments.by_level.levels, other.segments.by_level.levels)
-    assert [len(path) for path in to.paths()] == [1, 7]
-    with pytest.raises(ValueError, match="trees of equal capacity and max_depth"):
-        to.copy_(PackedLayout.from_lengths([20], **sizes))
 
 
 def test_what_takes_one_vector_of_a_document_refuses():

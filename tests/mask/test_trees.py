@@ -61,7 +61,7 @@ def test_mask_mod(tree, options):
 
 def test_few_blocks_are_listed_for_nothing():
     """The tables of a group of answers: the prompt's blocks, and the answer's own."""
-    layout = PackedLayout.from_groups([1024], [[512] * 4])
+    layout = PackedLayout.from_tree([1024] + [512] * 4, [-1] + [0] * 4)
     counts = DocumentMask.of(layout).num_blocks()
     assert counts.full + counts.partial == 36 + 4 * (4 * 8 + 10)
     assert counts.partial == 8 + 4 * 4

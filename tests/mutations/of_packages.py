@@ -10,7 +10,7 @@ CU_SEQLENS = f"{BACKENDS}/cu_seqlens"
 MUTATIONS = (
     Mutation(
         "layout: spare slots hold documents",
-        f"{LAYOUT}/packed_layout.py",
+        f"{LAYOUT}/layout_fields.py",
         "[boundaries[-1]] * spare",
         "[0] * spare",
         "tests/layout/test_packed_layout.py",
@@ -31,9 +31,9 @@ MUTATIONS = (
     ),
     Mutation(
         "layout: kernels are launched for the trees, not for their segments",
-        f"{LAYOUT}/packed_layout.py",
-        "documents = len(self.segments.lengths)",
-        "documents = self.num_docs",
+        f"{LAYOUT}/document_row.py",
+        "documents = len(row.segments.lengths)",
+        "documents = row.num_docs",
         "tests/attention/backends/test_launch_sizes.py",
     ),
     Mutation(
@@ -150,8 +150,8 @@ MUTATIONS = (
     ),
     Mutation(
         "pool: padding runs are documents",
-        f"{LAYOUT}/per_document.py",
-        "real if layout.padding is None else real & ~layout.padding[layout.first_tokens()]",
+        f"{LAYOUT}/document_row.py",
+        "real if self.padding is None else real & ~self.padding[self.first_tokens()]",
         "real",
         "tests/layout/test_per_document.py",
     ),

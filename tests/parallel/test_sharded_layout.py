@@ -40,12 +40,6 @@ def test_pieces_are_not_taken_for_documents(name):
             OF_DOCUMENTS[name](shard_of(lengths))
 
 
-def test_a_shard_is_not_copied_into_another():
-    layout, other = shard_of([12]), shard_of([12])
-    with pytest.raises(NotImplementedError, match="copy_ does not copy the shard"):
-        layout.copy_(other)
-
-
 @pytest.mark.parametrize(
     "remade",
     [lambda layout: pickle.loads(pickle.dumps(layout)), copy.deepcopy],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -327,6 +328,13 @@ def test_files_of_older_versions(folders, tmp_path):
     assert_same(ours, cut)
     st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
     assert_same(ours, st.SentenceTransformer(str(tmp_path), device="cpu").encode(given))
+
+
+def test_a_saved_model_is_not_read_without_sentence_transformers(folders, tmp_path, monkeypatch):
+    model, tokenizer = old_folder(tmp_path, folders["bert"], *CHAIN)
+    monkeypatch.setitem(sys.modules, "sentence_transformers.sentence_transformer.modules", None)
+    with pytest.raises(ImportError, match="sentence-transformers must be installed"):
+        fv.embed(model, ["t4"], tokenizer, pooling="mean", progress=False)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ TRANSFORMERS = (
     ),
     Name(
         "transformers.utils.cached_file",
-        "patches/sentence_transformers_files.py",
+        "patches/embedding_settings.py",
         holds=behaviour.cached_file_can_say_that_there_is_none,
     ),
     *(

@@ -69,8 +69,13 @@ def ours_from_cu_seqlens(case: MaskCase, device: torch.device) -> Build:
     bound = min(round_up_to_power_of_two(max(case.lengths())), case.tokens)
 
     def build() -> BlockMask:
-        layout = fv.PackedLayout.from_cu_seqlens(
-            cu_seqlens, total_tokens=case.tokens, max_seqlen_bound=bound, checks="device"
+        layout = fv.PackedLayout(
+            cu_seqlens,
+            cu_seqlens_host=None,
+            total_tokens=case.tokens,
+            max_seqlen_bound=bound,
+            num_docs=None,
+            max_seqlen=None,
         )
         return fv.document_block_mask(layout)
 

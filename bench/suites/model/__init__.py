@@ -12,5 +12,5 @@ Each is a `flexvarlen.verify.experiment` on models with random weights.
 | `small_inference.py` | suite "small-inference": a forward on four short documents |
 | `embeddings.py` | suite "embeddings": vectors of many short texts |
 | `geometries.py` | models with random weights, lengths of documents |
-| `utilisation.py`, `tables.py` | FLOPs and what attends; table cells |
+| `attends.py`, `tables.py` | what attends to a row; table cells |
 """

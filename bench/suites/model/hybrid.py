@@ -27,8 +27,8 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from flexvarlen.bench.suites.model import geometries, recurrences, tables
+from flexvarlen.bench.suites.model.attends import attends
 from flexvarlen.bench.suites.model.packings import rows_of
-from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.recurrent.fla_kernels import let_fla_run
 from flexvarlen.reference.recurrences import CONVOLUTION, DELTA_RULE, Replacements, replaced
 from flexvarlen.report.records import Record, records_alike

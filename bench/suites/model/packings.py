@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexvarlen.bench.suites.model import tables
+from flexvarlen.bench.suites.model.attends import attends
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase, log_normal_lengths
-from flexvarlen.bench.suites.model.utilisation import attends, utilised
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, provenance, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
@@ -126,11 +126,10 @@ def _longest_run(records: Sequence[Record]) -> list[list[Record]]:
 
 def check(experiment: Experiment, case: RowCase, name: str) -> CheckedVariant:
     """Compile a variant, and compare its first step with the reference."""
-    variant, lengths = experiment.variant(name), experiment.row.samples.lengths
+    variant = experiment.variant(name)
     took = attends(variant, experiment.row, compiled=True)
     found = experiment.checked(variant.compiled(case.compiler))
     found.measures |= {"attends": took, **asdict(experiment.sizes)}
-    found.conclude = lambda ms: utilised(experiment.base, lengths, ms, case.dtype)
     return found
 
 
@@ -148,7 +147,6 @@ def packings_table(records: Sequence[Record]) -> Table:
             "ratio to the best",
             lambda r: f"{tables.to_best(r, 'ms_p50', records):.2f}" if tables.is_ok(r) else NOTHING,
         ),
-        tables.number("MFU", "mfu", ".0%"),
         tables.number("graph breaks", "graph_breaks", ".0f"),
         Column("recompilations", lambda r: _recompilations(r, notes)),
         tables.number("peak GiB", "peak_mib", ".1f", 1 / 1024),

@@ -2,22 +2,21 @@
 
 Where the host, not the GPU, sets the time: each attention eagerly, compiled, and compiled with CUDA
 graphs (`mode="reduce-overhead"`), under `no_grad`. Each is checked on one packing and then on
-another, which is copied into the same tensors: a graph that kept the first is wrong, and not timed.
+another of equal sizes: a graph that kept the first is wrong, and not timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-import flexvarlen as fv
 from flexvarlen.bench.suites.model import tables
+from flexvarlen.bench.suites.model.attends import attends
 from flexvarlen.bench.suites.model.geometries import GeometryCase
-from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.measure import watch_compilation
 from flexvarlen.report.records import Record, grouped, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table, best
@@ -112,15 +111,15 @@ class OneMode:
         variant = make_variant(name, self.base, self.sizes, train=False)
         # Before anything is compiled: "auto" measures nothing inside a graph.
         took = attends(variant, self.rows[0], compiled=mode != "eager", needs_grad=False)
-        inputs = variant.inputs(self.rows[0])
+        inputs = [variant.inputs(row) for row in self.rows]
         if mode != "eager":
             variant = variant.compiled(self.case.compiler, cuda_graphs=mode == CUDA_GRAPHS)
 
-        def call() -> Tensor:
+        def call(index: int = 0) -> Tensor:
             if mode == CUDA_GRAPHS:
                 torch.compiler.cudagraph_mark_step_begin()
             with torch.no_grad():
-                output = variant.call(input_ids=self.rows[0].input_ids, **inputs)
+                output = variant.call(input_ids=self.rows[0].input_ids, **inputs[index])
             hidden: Tensor = output.last_hidden_state
             return hidden
 
@@ -130,8 +129,7 @@ class OneMode:
                 errors, wrong = self.alone[0].check(call()[0])
         with watch_compilation() as later:
             for index in (1, 0):
-                refill(inputs, variant.inputs(self.rows[index]))
-                other, why = self.alone[index].check(call()[0])
+                other, why = self.alone[index].check(call(index)[0])
                 errors.setdefault("error_other_packing", other["error"])
                 wrong = wrong or (why and f"after other documents came: {why}")
         measures: Measures = {
@@ -143,13 +141,6 @@ class OneMode:
             "cudagraph_skips": _skipped() - skips,
         }
         return CheckedVariant(call, measures | errors, wrong)
-
-
-def refill(inputs: Mapping[str, Any], others: Mapping[str, Any]) -> None:
-    """Copy other documents into the same tensors, where graphs look for them."""
-    for name, kept in inputs.items():
-        if isinstance(kept, Tensor | fv.PackedLayout):
-            kept.copy_(others[name])  # type: ignore[arg-type]
 
 
 def _skipped() -> int:

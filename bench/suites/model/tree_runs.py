@@ -28,8 +28,8 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.attention.engine import measure_attention
 from flexvarlen.bench.suites.attention.inputs import Inputs, serial
 from flexvarlen.bench.suites.attention.packed import packed_calls
+from flexvarlen.bench.suites.model.attends import attends
 from flexvarlen.bench.suites.model.tree_cases import REPEATED, SEGMENTS, Form, Tree, TreeCase
-from flexvarlen.bench.suites.model.utilisation import attends
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure.timing import wall_seconds

@@ -32,7 +32,7 @@ from transformers.optimization import get_cosine_schedule_with_warmup
 
 import flexvarlen as fv
 from flexvarlen.bench.suites import FrozenCase
-from flexvarlen.bench.suites.model.utilisation import taken_for
+from flexvarlen.bench.suites.model.attends import taken_for
 from flexvarlen.bench.suites.training import convergence_tables, texts
 from flexvarlen.bench.suites.training.convergence_tables import PADDED, UNPATCHED
 from flexvarlen.bench.suites.training.trainer import check_first_step, first_step_alone

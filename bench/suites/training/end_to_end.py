@@ -30,8 +30,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel, PrinterCallback, TrainingArguments
 
 import flexvarlen as fv
+from flexvarlen.bench.suites.model.attends import taken_for
 from flexvarlen.bench.suites.model.geometries import GeometryCase
-from flexvarlen.bench.suites.model.utilisation import taken_for, utilised
 from flexvarlen.bench.suites.training import end_to_end_tables, texts
 from flexvarlen.bench.suites.training.end_to_end_tables import KEPT, LORA, parts_of
 from flexvarlen.bench.suites.training.trainer import (
@@ -209,9 +209,7 @@ class _TrainerCase:
         batch = texts.pack(case.tokens, self.steps)(self.steps[0])
         attends = taken_for(model, batch, self.dtype) if attention == "auto" else None
         measures |= {"attends": attends}
-        return Finding(
-            variant, "ok", None, measures | self.measures(variant, model, clock, groups, stats)
-        )
+        return Finding(variant, "ok", None, measures | self.measures(variant, clock, groups, stats))
 
     def model(self, attention: str, *, kept: bool) -> PreTrainedModel:
         model = self.case.new_causal_lm(self.device)
@@ -265,7 +263,6 @@ class _TrainerCase:
     def measures(
         self,
         variant: str,
-        model: PreTrainedModel,
         clock: Clock,
         groups: list[list[list[texts.Document]]],
         stats: CompileStats,
@@ -274,11 +271,6 @@ class _TrainerCase:
         case, on_gpu = self.case, self.options.on_gpu
         timed, compiling = clock.steady()
         lengths = [len(ids) for step in timed for ids in self.steps[step]]
-        head = model.get_output_embeddings().weight.numel()
-        ms = sum(timed.values()) * 1e3
-        used = {}
-        if case.mode != LORA:  # whose frozen parameters take fewer operations
-            used = utilised(model.base_model, lengths, ms, case.dtype, head=head, steps=len(timed))
         timing = summarize([seconds * 1e3 for seconds in timed.values()])
         packed = variant.startswith("packed")
         positions = [
@@ -292,7 +284,6 @@ class _TrainerCase:
             "ms_p80": timing.ms_p80,
             "tokens_per_s": case.tokens * len(timed) / sum(timed.values()),
             "steps_compiling": compiling,
-            **used,
             "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None,
             "peak_meaning": memory_meaning(self.device),
             "documents": len(lengths) / len(timed),

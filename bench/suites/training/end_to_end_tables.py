@@ -44,7 +44,6 @@ COLUMNS = (
     Column("batch, attention", partial(_shown, quote="`")),
     number("tokens/s", "tokens_per_s", ",.0f", outcome=True),
     number("ms per step", "ms_p50", ",.0f"),
-    number("MFU", "mfu", ".1%"),
     number("peak GiB", "peak_mib", ".1f", 1 / 1024),
     made("positions per token", lambda r: f"{r.measures['positions'] / r.case['tokens']:.2f}"),
     number("batches per step", "batches", ".0f"),
@@ -71,8 +70,7 @@ def table(records: Sequence[Record]) -> Table:
 
     notes = [
         "Tokens are the documents' own, without pads. Timed steps that compiled a graph are left "
-        "out, unless all did. MFU: 6 operations per token for each parameter of a matrix product, "
-        "and attention's unmasked pairs, no recomputation, over the GPU's peak."
+        "out, unless all did."
     ]
     if done:
         errors = [

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.utilisation import taken_by_auto
+from flexvarlen.bench.suites.model.attends import taken_by_auto
 from flexvarlen.bench.suites.training import preference_tables
 from flexvarlen.bench.suites.training.preference_trainers import (
     TASKS,

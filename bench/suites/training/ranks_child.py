@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.model.utilisation import taken_for
+from flexvarlen.bench.suites.model.attends import taken_for
 from flexvarlen.bench.suites.training import ranks, scaling_ranks, texts
 from flexvarlen.bench.suites.training.sequence import measure_sequence
 from flexvarlen.bench.suites.training.shared_trainer import measure_trainer

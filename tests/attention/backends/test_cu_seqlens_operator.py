@@ -150,7 +150,7 @@ def test_operators_pass_opcheck(backend):
 
 ROWS = {
     "documents": layout_of(DOCUMENTS["no_padding"]),
-    "trees": PackedLayout.from_groups([100, 56], [[30, 20, 10], [25, 15]]),
+    "trees": PackedLayout.from_tree([100, 30, 20, 10, 56, 25, 15], [-1, 0, 0, 0, -1, 4, 4]),
 }
 
 

@@ -24,6 +24,7 @@ from flexvarlen.measure import watch_compilation
 from tests.attention.backends.plain_kernel import backend, call_of, given  # noqa: F401
 from tests.attention.test_trees import by_path
 from tests.oracle import differentiate, random_qkv
+from tests.overwrite import overwrite
 from tests.trees import Tree
 
 TOKENS = 256
@@ -46,7 +47,7 @@ def attend(backend, q, k, mask):
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 def test_kernels_are_launched_for_the_documents_that_there_are(backend, given, compiler):
-    """Other documents recompile nothing; a short row, or one that is fixed, keeps its bounds."""
+    """Other documents recompile nothing; a short row, or an unknown one, keeps its bounds."""
     q = torch.randn(LONG, 2, 8, requires_grad=True)
 
     def run(layout):
@@ -68,11 +69,9 @@ def test_kernels_are_launched_for_the_documents_that_there_are(backend, given, c
                 assert segments.max_seqlen_q == segments.max_seqlen_k == max([2, *lengths])
     assert stats.compilations == (1 if compiler else 0)
     given.clear()
-    run(layout.fix_launch_sizes())
-    run(layout.copy_(PackedLayout.from_lengths([9], total_tokens=LONG, capacity=8)))
-    assert len(given) == 2
-    for segments, _ in given:
-        assert (segments.cu_seqlens_q.shape[0], segments.max_seqlen_q) == (9, LONG)
+    run(layout.replace(num_docs=None, max_seqlen=None))  # as only the device knows them
+    [(segments, _)] = given
+    assert (segments.cu_seqlens_q.shape[0], segments.max_seqlen_q) == (9, LONG)
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, LONG])
@@ -114,7 +113,7 @@ def test_a_tail_is_zeroed_where_there_is_one(backend, monkeypatch, tokens):
 @pytest.mark.parametrize("trace", ["export", "strict export", "make_fx"])
 @pytest.mark.parametrize("tokens", [TOKENS, LONG])
 def test_a_program_that_outlives_its_call_is_made_for_any_documents(backend, tokens, trace):
-    """What it was traced on is a constant to it; `copy_` writes others into the same tensors."""
+    """The sizes that it was traced with are constants to it; the boundaries are read again."""
     sizes = {"total_tokens": tokens, "capacity": 8, "max_seqlen_bound": tokens}
     layout = PackedLayout.from_lengths([70, tokens - 70], **sizes)
 
@@ -128,8 +127,10 @@ def test_a_program_that_outlives_its_call_is_made_for_any_documents(backend, tok
     else:
         program = torch.export.export(Model(), (q,), strict=trace == "strict export").module()
     for lengths in ([1, tokens - 11, 4], [30] * 7):
-        layout.copy_(PackedLayout.from_lengths(lengths, **sizes))
-        torch.testing.assert_close(program(q), Model()(q))
+        other = PackedLayout.from_lengths(lengths, **sizes)
+        expected = attend(backend, q, q, DocumentMask.of(other))
+        overwrite(layout, other)
+        torch.testing.assert_close(program(q), expected)
 
 
 @pytest.mark.gpu
@@ -145,38 +146,38 @@ def test_inductors_cuda_graphs_hold_what_the_row_needs(monkeypatch):
     monkeypatch.setattr(cu_seqlens_kernel, "_zero_tail", zero)
     sizes = {"total_tokens": TOKENS, "capacity": 2, "max_seqlen_bound": TOKENS, "device": "cuda"}
     full, padded = [TOKENS - 9, 9], [100]
-    layout = PackedLayout.from_lengths(full, **sizes)
     x = torch.randn(TOKENS, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 
-    def run():
+    def run(layout):
         return packed_attention(x * 2, x, x, layout, backend="varlen")
 
-    def step(called):
-        out = called()
+    def step(called, layout):
+        out = called(layout)
         return out.detach().clone(), torch.autograd.grad(out.sum(), x)[0].clone()
 
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, mode="reduce-overhead")
     with watch_compilation() as stats:
         for lengths, zeroes in ((full, False), (padded, True), (full, False)):
-            layout.copy_(PackedLayout.from_lengths(lengths, **sizes))
+            layout = PackedLayout.from_lengths(lengths, **sizes)
             captured.clear()
             for _ in range(3):  # warm up, record, replay
                 torch.compiler.cudagraph_mark_step_begin()
-                found = step(compiled)
+                found = step(compiled, layout)
             assert any(captured) is zeroes
-            for mine, eager in zip(found, step(run), strict=True):
+            for mine, eager in zip(found, step(run, layout), strict=True):
                 torch.testing.assert_close(mine, eager, atol=2e-2, rtol=2e-2)
                 assert not mine[sum(lengths) :].any()
     assert stats.compilations == 1
     captured.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        out = run()
+        out = run(layout)
     assert captured == [True]
-    layout.copy_(PackedLayout.from_lengths(padded, **sizes))
+    other = PackedLayout.from_lengths(padded, **sizes)
+    overwrite(layout, other)
     graph.replay()
-    torch.testing.assert_close(out, run(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(out, run(other), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu
@@ -187,12 +188,12 @@ def test_other_captures_are_made_for_any_documents(who):
     layout = PackedLayout.from_lengths([LONG - 9, 9], **sizes)
     x = torch.randn(LONG, 2, 64, dtype=torch.bfloat16, device="cuda")
 
-    def attention(q):
-        return packed_attention(q, q, q, layout, backend="varlen")
+    def attention(q, documents=layout):
+        return packed_attention(q, q, q, documents, backend="varlen")
 
     name = f"flexvarlen_tests::{'opaque' if who.startswith('another') else 'plain'}"
     schema = "(Tensor q) -> Tensor"
-    opaque = torch.library.custom_op(name, attention, mutates_args=(), schema=schema)
+    opaque = torch.library.custom_op(name, lambda q: attention(q), mutates_args=(), schema=schema)
     opaque.register_fake(torch.empty_like)
     torch._dynamo.reset()
     compiled = torch.compile(lambda q: opaque(q * 2), fullgraph=True, mode="reduce-overhead")
@@ -209,8 +210,9 @@ def test_other_captures_are_made_for_any_documents(who):
                 out = attention(x * 2)
             graphs.append((graph, out))
     for lengths in ([1, 700, 40, LONG - 741], [LONG], [100]):
-        layout.copy_(PackedLayout.from_lengths(lengths, **sizes))
-        expected = attention(x * 2)
+        other = PackedLayout.from_lengths(lengths, **sizes)
+        overwrite(layout, other)
+        expected = attention(x * 2, other)
         torch.compiler.cudagraph_mark_step_begin()
         found = [compiled(x).clone()] if not graphs else []
         for graph, out in graphs:
@@ -284,33 +286,21 @@ def test_a_traced_call_serves_other_trees(backend, trace):
     program = make_fx(Model())(q) if trace == "make_fx" else torch.export.export(Model(), (q,))
     program = program if trace == "make_fx" else program.module()
     for tree in TREES:
-        layout.copy_(tree.layout(**SIZES))
-        torch.testing.assert_close(program(q), attend(backend, q, q, DocumentMask.of(layout)))
+        other = tree.layout(**SIZES)
+        overwrite(layout, other)
+        torch.testing.assert_close(program(q), attend(backend, q, q, DocumentMask.of(other)))
 
 
 def test_documents_that_one_side_does_not_know_are_launched_for(backend, given):
     """Cross-attention: slots past the known ones hold keys all the same."""
     known = PackedLayout.from_lengths([5, 6], total_tokens=LONG, capacity=4)
     keys = PackedLayout.from_lengths([5, 6, 7, 8], total_tokens=LONG, capacity=4)
-    keys.num_docs = keys.max_seqlen = None
-    keys._note_launch_sizes()
+    keys = keys.replace(num_docs=None, max_seqlen=None)
     mask = DocumentMask.of(known, layout_k=keys)
     q = torch.randn(LONG, 2, 8)
     attend(backend, q, q, mask)
     assert given[-1].boundaries.cu_seqlens_k.diff().tolist() == [5, 6, 7, 8]
     assert given[-1].boundaries.cu_seqlens_q.shape == given[-1].boundaries.cu_seqlens_k.shape
-
-
-def test_documents_copied_into_a_layout_are_launched_for(backend, given):
-    q = torch.randn(LONG, 2, 8)
-    layout = PackedLayout.from_lengths([9, 9, 9], total_tokens=LONG, capacity=8)
-    other = PackedLayout.from_lengths([3] * 7, total_tokens=LONG, capacity=8)
-    mask = DocumentMask.of(layout)
-    for lengths in ([9, 9, 9], [3] * 7):
-        attend(backend, q, q, mask)
-        assert given[-1].boundaries.cu_seqlens_q.diff().tolist() == lengths
-        assert given[-1].boundaries.max_seqlen_q == lengths[0]
-        layout.copy_(other)
 
 
 def test_a_row_of_millions_of_tokens_has_sizes_too():

@@ -19,19 +19,14 @@ from tests.trees import EXAMPLES, Tree, trees
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 
 
-@pytest.fixture
-def launched_for_the_row(monkeypatch):
-    """Launch with the sizes of the row; short rows are launched with the bounds."""
-    monkeypatch.setattr(launch_sizes, "SHORT_ROW", 0)
+pytestmark = pytest.mark.usefixtures("backend")
 
 
-pytestmark = pytest.mark.usefixtures("backend", "launched_for_the_row")
-
-
-def attention(tree, *, any_row=False, sinks=None, **sizes):
-    layout = tree.layout(**sizes)
-    if any_row:
-        layout.fix_launch_sizes()
+def attention(tree, *, short_row=0, sinks=None, **sizes):
+    """Launched with the sizes of the row, but for one of at most `short_row` tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_sizes, "SHORT_ROW", short_row)
+        layout = tree.layout(**sizes)
     mask, kernel = DocumentMask.of(layout), KERNELS["plain"]
 
     def attend(q, k, v):
@@ -55,7 +50,7 @@ def check(tree, **how):
 
 
 @pytest.mark.parametrize("tree", EXAMPLES.values(), ids=EXAMPLES)
-@pytest.mark.parametrize("how", [{}, {"any_row": True}, {"capacity": 20, "max_depth": 5}])
+@pytest.mark.parametrize("how", [{}, {"short_row": 2048}, {"capacity": 20, "max_depth": 5}])
 def test_each_path_is_a_document(tree, how):
     check(tree, **how)
 

@@ -192,7 +192,7 @@ def test_dynamo_compiles_one_frame():
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["flex", "varlen", "fa2", "fa3"])
 def test_cuda_graphs_see_other_documents(backend):
-    """`mode="reduce-overhead"`: the graph is replayed on what was copied into the same tensors."""
+    """`mode="reduce-overhead"`: the graph is replayed on rows of other documents."""
     torch._dynamo.reset()
     call = {"device": "cuda", "dtype": torch.bfloat16, "num_heads": 6, "num_kv_heads": 2}
     reason = fv.why_not(backend, window=9, **call)
@@ -202,11 +202,10 @@ def test_cuda_graphs_see_other_documents(backend):
     fv.patch_model(model, backend)
     compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
     sizes = {"capacity": CAPACITY, "max_seqlen_bound": T, "device": "cuda", "total_tokens": T}
-    layout = fv.PackedLayout.from_lengths(LENGTHS, **sizes)
     ids = torch.cat(documents())[None].cuda()
     before = dynamo_utils.counters["inductor"]["cudagraph_skips"]
     for lengths in [list(LENGTHS)] * 3 + packings()[:6] + [[100, 50]]:  # padding at the end, too
-        layout.copy_(fv.PackedLayout.from_lengths(lengths, **sizes))
+        layout = fv.PackedLayout.from_lengths(lengths, **sizes)
         torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():
             logits = compiled(input_ids=ids, packed_layout=layout).logits[0].clone()
