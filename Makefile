@@ -7,7 +7,8 @@ PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
 # Tests marked "slow" repeat in breadth what the others check once; `make test-all` runs them too.
 PYTEST_ARGS ?= -n 2 --dist worksteal
-EVIDENCE := tests/bench tests/verify/experiment tests/docs/test_notebooks.py
+EVIDENCE := tests/bench tests/verify/experiment tests/docs/test_docs.py tests/docs/test_notebooks.py \
+	$(addprefix tests/docs/test_examples_,preference.py recipes.py train.py) tests/test_same_answers.py
 # What test-newest runs: each mechanism that touches another package, in a few minutes.
 CORE := $(addprefix tests/patches/,test_names.py test_patch_undo.py test_accelerate.py test_trainer.py \
 	test_trainers.py test_trl.py test_verify_unknown.py test_shared_config.py test_embed.py \
@@ -74,7 +75,7 @@ demo: $(INSTALLED) ## Compare every backend on tiny Llama, Qwen3 and Qwen3.5, on
 test: $(DEV) ## Run the tests of the library (PYTEST_ARGS="-k boundary" for some of them)
 	.venv/bin/python -m pytest $(addprefix --ignore=,$(EVIDENCE)) $(PYTEST_ARGS)
 
-test-evidence: $(DEV) ## Run the tests of the benchmarks, drift and the notebooks
+test-evidence: $(DEV) ## Run the tests of the benchmarks, drift, the pages, examples and notebooks
 	.venv/bin/python -m pytest $(EVIDENCE) $(PYTEST_ARGS)
 
 test-all: $(DEV) ## Run all tests that need no GPU, the slow ones too

@@ -5,6 +5,7 @@ import importlib
 import os
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 # Read when the libraries are imported, so set before any of them is.
@@ -32,12 +33,12 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 def _quick_compiler() -> str:
     """g++ at -O1: a kernel of flex took 2.7 s on two cores, and 4.5 s at inductor's own -O3.
 
-    In the checkout, not a temporary folder: inductor's cache goes by the compiler's path.
+    Beside inductor's cache, which goes by the compiler's path: one path for all checkouts.
     """
-    script = Path(__file__).resolve().parents[1] / ".pytest_cache" / "quick" / "g++"
+    script = Path(tempfile.gettempdir()) / f"flexvarlen-tests-{os.getuid()}" / "g++"
     text = f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -O1\n'
     if not script.exists() or script.read_text() != text:
-        script.parent.mkdir(parents=True, exist_ok=True)
+        script.parent.mkdir(mode=0o700, exist_ok=True)
         new = script.with_name(f"g++.{os.getpid()}")  # another worker may run the old one
         new.write_text(text)
         new.chmod(new.stat().st_mode | stat.S_IXUSR)

@@ -36,15 +36,18 @@ COLLECTIVE_S = 300.0
 END_S = 20.0  # that a rank may outlive another: gloo tells it at once
 LINES = 60  # of a rank's output in an error
 
+IMPORTED = ("torch._dynamo", "torch._inductor.compile_fx", "transformers.trainer", "trl", "datasets")
+"""What cases use, imported once for all ranks of all tests: in each it took five seconds."""
+
 Join = Callable[[int, int, str], None]
 
 
 def forking_context(module: str) -> Any:
-    """multiprocessing's "forkserver", whose process imports the module first if it starts now.
+    """multiprocessing's "forkserver", whose process imports what cases use if it starts now.
 
     It has one thread: a lock that another holds during a fork stays locked in the child.
     """
-    multiprocessing.set_forkserver_preload([module])
+    multiprocessing.set_forkserver_preload([module, *IMPORTED])
     one_thread = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
     with mock.patch.dict(os.environ, one_thread):  # of numpy's BLAS, and of pyarrow's jemalloc
         ensure_running()

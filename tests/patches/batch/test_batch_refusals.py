@@ -346,8 +346,8 @@ class KeywordsForLossAlone(LlamaForCausalLM):
         return CausalLMOutputWithPast(loss, logits)
 
 
-def of_class(model_class):
-    config = config_of("llama")
+def of_class(model_class, **changes):
+    config = config_of("llama", **changes)
     config._attn_implementation = "sdpa"
     return model_class(config).eval()
 
@@ -488,7 +488,7 @@ def test_a_head_that_does_not_give_its_base_model_the_documents(monkeypatch, hea
     """Also one whose base model would find the same ones by itself; a graph cannot ask."""
     monkeypatch.undo()  # here kernels run
     torch._dynamo.reset()
-    model = fv.patch_model(of_class(head), "sdpa")
+    model = fv.patch_model(of_class(head, num_hidden_layers=1), "sdpa")
     call = model if wrap is None else wrap(model)
     given = BOUNDARIES if wrap is None and head is DropsDocuments else ("packed_layout",)
     words = r"must pass its \*\*kwargs|must get its documents"
@@ -528,7 +528,7 @@ def test_documents_that_do_not_come_to_attention(monkeypatch, where, how):
     monkeypatch.undo()  # here kernels run
     with_mask = how == "eager_without_mask"
     dropping = AllOfBaseDropped if with_mask else KeywordsOfBaseDropped
-    model = of_class(LlamaModel if where == "layer" else dropping)
+    model = of_class(LlamaModel if where == "layer" else dropping, num_hidden_layers=1)
     if where == "layer":
         model.layers[0].forward = _drops_keywords(model.layers[0].forward, with_mask)
     fv.patch_model(model, "sdpa")

@@ -142,7 +142,7 @@ def test_a_cache_of_another_kind(name):
 def test_a_compiled_packed_row_is_refused(asked):
     """By the device, in a graph that serves rows of one document as well."""
     torch._dynamo.reset()
-    model = fv.patch_model(new_model("llama"), "sdpa")
+    model = fv.patch_model(new_model("llama", num_hidden_layers=1), "sdpa")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         for positions, refused in ((POSITIONS, True), (torch.arange(12)[None], False)) * 2:

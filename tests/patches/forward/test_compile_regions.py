@@ -87,11 +87,17 @@ def check_right(kind, model, out):
 ORDERS = ("patch_then_regions", "regions_then_patch")
 
 
-@pytest.mark.parametrize("how", ORDERS)
 @pytest.mark.parametrize(
-    ("kind", "backend"), [("llama", "sdpa"), ("qwen3_windows", "sdpa"), ("qwen3_windows", MIXED)]
+    ("kind", "backend", "how"),
+    [
+        ("llama", "sdpa", ORDERS[1]),
+        ("qwen3_windows", MIXED, ORDERS[0]),
+        pytest.param("llama", "sdpa", ORDERS[0], marks=pytest.mark.slow),
+        pytest.param("qwen3_windows", "sdpa", ORDERS[0], marks=pytest.mark.slow),
+        pytest.param("qwen3_windows", "sdpa", ORDERS[1], marks=pytest.mark.slow),
+        pytest.param("qwen3_windows", MIXED, ORDERS[1], marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.sampled(4)
 def test_regions_are_right_and_compiled_once_a_kind_of_layers(kind, backend, how):
     compiled, counter = compiled_model(how, new_model(kind), backend=backend)
     for form in ("position_ids", "layout", "document_ids", "cu_seq_lens"):
@@ -162,7 +168,7 @@ def test_unpatching_leaves_no_hook():
 
 
 @pytest.mark.parametrize("how", ["patch_then_regions", "whole"])
-@pytest.mark.sampled(1)  # "whole" takes half a minute
+@pytest.mark.slow  # in one mode: test_regions_are_right_and_compiled_once_a_kind_of_layers
 def test_returning_to_an_earlier_form_compiles_nothing(how):
     model = new_model("qwen3_windows")
     forms = ("layout", "position_ids", "document_ids", "cu_seq_lens")
@@ -207,6 +213,7 @@ def test_other_sizes_cost_at_most_one_compilation_more(how, form):
     assert counts[2:] == [counts[2]] * len(counts[2:])
 
 
+@pytest.mark.slow  # Dynamo's own, which nothing of ours catches
 def test_a_recompile_limit_raises_under_fullgraph():
     with torch._dynamo.config.patch(recompile_limit=2):
         model = new_model("llama", num_hidden_layers=1)

@@ -108,15 +108,22 @@ GPU_BACKENDS = (*ON_GPU, "auto")
 FORMS = ("position_ids", "document_ids", "layout", "cu_seq_lens")
 
 
-# Breaks and recompilations are Dynamo's, which one form also hands over to AOTAutograd.
+WHOLE = ("sdpa", "position_ids")
+"""Trained, with windows, and through AOTAutograd; by default others are traced in one layer."""
+
+
 @pytest.mark.parametrize(
     ("backend", "form"),
     [*(("sdpa", form) for form in FORMS), *(("flex", form) for form in FORMS[:2])],
 )
 @pytest.mark.sampled(4)
-def test_one_graph_for_any_documents(backend, form):
-    compiler = "aot_eager" if (backend, form) == ("sdpa", "position_ids") else "eager"
-    check("qwen3_windows", backend, form, compiler, train=backend == "sdpa")
+def test_one_graph_for_any_documents(backend, form, request):
+    if (backend, form) == WHOLE:
+        check("qwen3_windows", backend, form, "aot_eager", train=True)
+    elif request.config.getoption("--slow"):
+        check("qwen3_windows", backend, form, "eager", train=backend == "sdpa")
+    else:
+        check("llama", backend, form, "eager", train=False, layers=1)
 
 
 @pytest.mark.parametrize(("backend", "form"), [("sdpa", "position_ids"), ("flex", "document_ids")])
@@ -150,7 +157,8 @@ def test_one_graph_for_any_documents_on_a_gpu(backend, form, monkeypatch):
 @pytest.mark.parametrize("tokens", [T, launch.SHORT_ROW + 1])
 def test_rotary_tables_are_kept_in_long_rows(tokens):
     """Once a forward, not once a layer; in short rows a launch more takes longer."""
-    model = fv.patch_model(new_model("llama"), "sdpa")
+    layers = 1 if tokens == T else 2
+    model = fv.patch_model(new_model("llama", num_hidden_layers=layers), "sdpa")
     layout = fv.PackedLayout.from_lengths([tokens // 3, tokens - tokens // 3])
     given = {"input_ids": torch.arange(tokens)[None] % VOCABULARY, "packed_layout": layout}
     found = []
@@ -180,7 +188,7 @@ def test_a_rotary_table_that_is_one_tensor():
 
 def test_dynamo_compiles_one_frame():
     """None for our hook, whose guards would be checked in each call."""
-    model = fv.patch_model(new_model("llama"), "sdpa")
+    model = fv.patch_model(new_model("llama", num_hidden_layers=1), "sdpa")
     torch._dynamo.reset()
     dynamo_utils.clear_compilation_metrics()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -228,7 +236,7 @@ def test_cuda_graphs_see_other_documents(backend):
 def test_documents_beside_a_static_cache_raise(how, form):
     torch._dynamo.reset()
     name = "flexvarlen_doc" if how == "name" else "sdpa"
-    model = new_model("llama", implementation=name)
+    model = new_model("llama", implementation=name, num_hidden_layers=1)
     if how == "patched":
         fv.patch_model(model, "sdpa")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -255,7 +263,8 @@ TOO_MUCH = {
 COMPILED = """
 import torch, flexvarlen as fv
 from tests.tiny_models import new_model
-model = fv.patch_model(new_model("llama").to(device), "flex", max_seqlen_bound=200)
+model = new_model("llama", num_hidden_layers=1).to(device)
+fv.patch_model(model, "flex", max_seqlen_bound=200)
 run = torch.compile(model, fullgraph=True, backend="aot_eager")
 ids = torch.ones(1, 256, dtype=torch.long, device=device)
 with torch.no_grad():

@@ -118,7 +118,7 @@ def break_the_graph(model):
 def test_a_model_that_changed_after_the_patch(change, compiled):
     """A graph breaks where the model has noise."""
     torch._dynamo.reset()
-    model = fv.patch_model(new_model("llama"), "sdpa").train()
+    model = fv.patch_model(new_model("llama", num_hidden_layers=1), "sdpa").train()
     change(model)
     activate_neftune(model, ALPHA)
     run = torch.compile(model, backend="eager") if compiled else model
@@ -128,7 +128,7 @@ def test_a_model_that_changed_after_the_patch(change, compiled):
 
 def test_compiled():
     torch._dynamo.reset()
-    model = fv.patch_model(new_model("llama"), "sdpa").train()
+    model = fv.patch_model(new_model("llama", num_hidden_layers=1), "sdpa").train()
     activate_neftune(model, ALPHA)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"noise_alpha must be used without torch\.compile"):
@@ -139,7 +139,7 @@ def test_compiled():
 def test_compiled_after_unpatching():
     """transformers' own noise again: nothing is left that refuses it."""
     torch._dynamo.reset()
-    model = fv.patch_model(new_model("llama"), "sdpa").train()
+    model = fv.patch_model(new_model("llama", num_hidden_layers=1), "sdpa").train()
     fv.unpatch_model(model)
     activate_neftune(model, ALPHA)
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -89,7 +89,7 @@ def test_positions_of_one_row_for_all():
 
 
 def test_unpatched_head_of_a_patched_base_under_torch_compile():
-    model = classifier("llama")
+    model = classifier("llama", num_hidden_layers=1)
     fv.patch_model(model.model, "sdpa")
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
@@ -168,7 +168,7 @@ def test_a_classifier_s_gradients():
 
 def test_a_classifier_under_torch_compile():
     """It finds the documents outside of the graph: one graph break, and the same logits."""
-    model = classifier("llama")
+    model = classifier("llama", num_hidden_layers=1)
     alone = one_by_one_logits(model)
     torch._dynamo.reset()
     compiled = torch.compile(fv.patch_model(model, "sdpa"), backend="eager")

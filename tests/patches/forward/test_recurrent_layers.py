@@ -176,7 +176,7 @@ def test_a_layer_that_calls_other_functions():
 def test_compiled_with_breaks_at_the_loop(name):
     """On a CPU the scans break the graph, and other documents are still right."""
     torch._dynamo.reset()
-    model = fv.patch_model(new_model(name), "sdpa")
+    model = fv.patch_model(new_model(name, num_hidden_layers=1), "sdpa")
     compiled = torch.compile(model, backend="eager")
     for lengths in (LENGTHS, (100, 60, 7)):
         layout = fv.PackedLayout.from_lengths(lengths, total_tokens=256, capacity=8)

@@ -265,7 +265,7 @@ def test_under_gradient_checkpointing(reentrant):
 
 
 def test_other_trees_of_equal_sizes_compile_nothing_again():
-    plain = model_with("CausalLM", "llama")
+    plain = model_with("CausalLM", "llama", num_hidden_layers=1)
     ours = sharing(plain, "sdpa", unpad_to_multiple_of=128)
     torch._dynamo.reset()
     compiled = torch.compile(ours, backend="eager")

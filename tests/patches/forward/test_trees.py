@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -60,6 +61,14 @@ def alone(model):
     return texts_alone(model, [(torch.tensor(text), 0) for text in samples()])
 
 
+@cache
+def baseline_and_exact(family):
+    """Of eager attention, in fp32 and in fp64."""
+    plain = copy.deepcopy(shared_model(family))
+    plain.set_attn_implementation("eager")
+    return alone(plain), alone(plain.double())
+
+
 LOOP = "ignore:flexvarlen. recurrent layers run one document after another"
 
 
@@ -67,9 +76,7 @@ LOOP = "ignore:flexvarlen. recurrent layers run one document after another"
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_sample_is_a_document(family, checkpointing):
-    plain = copy.deepcopy(shared_model(family))
-    plain.set_attn_implementation("eager")
-    baseline, exact = alone(plain), alone(plain.double())
+    baseline, exact = baseline_and_exact(family)
     model = fv.patch_model(new_model(family), FAMILIES[family])
     if checkpointing:
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
@@ -103,12 +110,14 @@ def test_one_tree_or_nothing_shared(chosen, family):
     torch.testing.assert_close(out.loss, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_windows", "lfm2"])
-def test_one_graph_for_batches_of_equal_sizes(family):
+@pytest.mark.parametrize(
+    ("family", "compiler"), [("qwen3_windows", "eager"), ("lfm2", "aot_eager")]
+)
+def test_one_graph_for_batches_of_equal_sizes(family, compiler):
     """The last one without padding."""
     torch._dynamo.reset()
     model = fv.patch_model(new_model(family), "sdpa")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
     sizes = {"total_tokens": 192, "capacity": 16, "max_seqlen_bound": 192, "max_depth": 4}
     texts = samples()
     left = 192 - fv.share_prefixes(texts).layout.total_tokens

@@ -245,7 +245,7 @@ def test_mixed_precision_of_accelerate(head):
 def test_a_compiled_encoder():
     """A graph must not pool the layout's spare slots, too; no table has positions for 1,024."""
     torch._dynamo.reset()
-    plain = model_with("SequenceClassification", "roberta").eval()
+    plain = model_with("SequenceClassification", "roberta", num_hidden_layers=1).eval()
     compiled = torch.compile(unpadding(plain), backend="eager")
     pad = plain.config.pad_token_id
     inputs = {name: x[:3] for name, x in padded("right", pad).items()}
@@ -436,7 +436,7 @@ def test_a_cache_that_the_caller_asks_for():
 
 def test_recompilations():
     """Batches whose tokens round to one number share a graph, whatever their documents are."""
-    plain = model_with("CausalLM", "llama")
+    plain = model_with("CausalLM", "llama", num_hidden_layers=1)
     ours = copy.deepcopy(plain)
     fv.patch_model(
         ours, "sdpa", unpad=True, unpad_to_multiple_of=64, capacity=4, max_seqlen_bound=80
