@@ -36,6 +36,7 @@ class Given(NamedTuple):
         inputs: its keyword arguments but `boundaries`; positions and 2D masks of integers as int64.
         tokens: `[B, S]` ids or `[B, S, hidden]` embeddings.
         boundaries: the arguments that only mark documents, None where not given.
+        is_explicit: whether they give the documents explicitly.
         positions: the position_ids whose restarts mark documents, or None.
         cache: the cache, or None.
         why_unpacked: why the forward is not packed (a cache, a 4D mask), or None.
@@ -48,6 +49,7 @@ class Given(NamedTuple):
     inputs: Inputs
     tokens: Tensor
     boundaries: Inputs
+    is_explicit: bool
     positions: Tensor | None
     cache: Cache | None
     why_unpacked: str | None
@@ -72,11 +74,6 @@ class Given(NamedTuple):
     def mask(self) -> Any:
         """The attention_mask, or None."""
         return self.inputs.get("attention_mask")
-
-    @property
-    def is_explicit(self) -> bool:
-        """Whether the documents are given explicitly."""
-        return is_explicit(self.boundaries)
 
     def documents(self) -> PackedLayout:
         """Find the documents, unless a stage has found them.
@@ -117,20 +114,27 @@ def read_arguments(
             inputs[name] = x.long()
     boundaries = {name: inputs.pop(name, None) for name in BOUNDARIES}
     cache = _cache_of(inputs)
+    explicit = any(boundaries[name] is not None for name in ("packed_layout", "cu_seq_lens_q"))
     why_unpacked = why_not_whole_rows(cache, inputs.get("attention_mask"), tokens.shape[1])
     positions = _text_positions(
         inputs.get("position_ids"),
         has_axes=patch.parts.has_axes,
-        documents_elsewhere=is_explicit(boundaries)
+        documents_elsewhere=explicit
         or boundaries["seq_idx"] is not None
         or why_unpacked is not None,
     )
-    return Given(module, patch, inputs, tokens, boundaries, positions, cache, why_unpacked, padded)
-
-
-def is_explicit(boundaries: Inputs) -> bool:
-    """Whether these arguments give the documents explicitly."""
-    return boundaries["packed_layout"] is not None or boundaries["cu_seq_lens_q"] is not None
+    return Given(
+        module,
+        patch,
+        inputs,
+        tokens,
+        boundaries=boundaries,
+        is_explicit=explicit,
+        positions=positions,
+        cache=cache,
+        why_unpacked=why_unpacked,
+        padded=padded,
+    )
 
 
 def tokens_of(inputs: Inputs) -> Tensor | None:
