@@ -87,9 +87,10 @@ class SharedPrefixes:
         Raises:
             ValueError: another ending, or another number of names.
         """
-        from flexvarlen.packing.tree_picture import save_tree_picture
+        from flexvarlen.packing.tree_picture import Drawn, save_tree_picture
 
-        return save_tree_picture(self, Path(path), names)
+        drawn = Drawn(self.input_ids, self.shift_labels, self.layout, self.paths)
+        return save_tree_picture(drawn, Path(path), names)
 
 
 def share_prefixes(
