@@ -9,7 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from flexvarlen.layout.arguments import as_int, holds_integers, require_tensor, whole_numbers
+from flexvarlen.layout.arguments import (
+    holds_integers,
+    require_tensor,
+    to_int_or_none,
+    whole_numbers,
+)
 from flexvarlen.layout.packed_layout import PackedLayout
 
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
@@ -25,7 +30,7 @@ def why_not_ignore_index(given: Any) -> str | None:
 
     Labels that a boundary, padding or a mask takes out of the loss are set to -100.
     """
-    if given is None or as_int(given) == IGNORE_INDEX:
+    if given is None or to_int_or_none(given) == IGNORE_INDEX:
         return None
     return (
         f"ignore_index must be -100, which packed rows use for ignored labels, got "

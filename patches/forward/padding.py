@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.arguments import as_int
+from flexvarlen.layout.arguments import to_int_or_none
 from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.packed_forward import PackedForward
@@ -43,7 +43,7 @@ def check_unpad(unpad: bool, multiple_of: int | None, share_prefixes: bool) -> N
             "share_prefixes=True finds what the rows of a padded batch share and needs unpad=True, "
             "got unpad=False; pass both, or make trees with fv.share_prefixes."
         )
-    if multiple_of is not None and not (unpad and (as_int(multiple_of) or 0) > 0):
+    if multiple_of is not None and not (unpad and (to_int_or_none(multiple_of) or 0) > 0):
         raise ValueError(
             "unpad_to_multiple_of must be a positive number of tokens and needs unpad=True, got "
             f"{multiple_of!r} and unpad={unpad}; leave it out, or pass both."
