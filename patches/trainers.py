@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
-from flexvarlen.layout.arguments import at_least
+from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.patches.api import current_patch, patch_model, restore, transformers_model
 from flexvarlen.patches.context_parallel_trainer import share_rows
 from flexvarlen.patches.parts import ModelParts
@@ -87,7 +87,7 @@ def patch_trainer(
             "training starts; call patch_model(model, unpad=True) inside model_init."
         )
     if context_parallel is not None:
-        ranks = at_least("context_parallel", context_parallel, 2)
+        ranks = require_int_at_least("context_parallel", context_parallel, 2)
         if unpad_to_multiple_of is not None or share_prefixes or verify:
             raise ValueError(
                 "unpad_to_multiple_of, share_prefixes and verify must be left out with "

@@ -28,7 +28,7 @@ def to_int_or_none(value: Any) -> int | None:
         return None
 
 
-def at_least(name: str, value: Any, least: int) -> int:
+def require_int_at_least(name: str, value: Any, least: int) -> int:
     """`value` as an int.
 
     Raises:
