@@ -73,7 +73,7 @@ def require_layout(name: str, value: object) -> None:
         )
 
 
-def holds_integers(x: Tensor) -> bool:
+def is_integer_tensor(x: Tensor) -> bool:
     """Whether the dtype is one of integers: bool is not."""
     return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
 
@@ -84,7 +84,7 @@ def whole_numbers(name: str, numbers: Tensor) -> Tensor:
     Raises:
         ValueError: another dtype; bfloat16 has no integer between 256 and 258.
     """
-    if not holds_integers(numbers):
+    if not is_integer_tensor(numbers):
         raise ValueError(
             f"{name} must be integers, got {numbers.dtype}; keep them in torch.int64 when a batch "
             "is cast."
@@ -119,7 +119,7 @@ def int64s(name: str, values: Tensor | Iterable[int], advice: str) -> NDArray[np
     Raises:
         ValueError: one is no integer.
     """
-    if isinstance(values, Tensor) and values.ndim == 1 and holds_integers(values):
+    if isinstance(values, Tensor) and values.ndim == 1 and is_integer_tensor(values):
         return values.cpu().numpy().astype(np.int64)
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
         return values.astype(np.int64)

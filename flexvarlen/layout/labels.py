@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from flexvarlen.layout.arguments import (
-    holds_integers,
+    is_integer_tensor,
     require_tensor,
     to_int_or_none,
     whole_numbers,
@@ -52,7 +52,7 @@ def why_not_labels(name: str, labels: Tensor | NDArray[Any]) -> str | None:
 
 def int64_labels(labels: Tensor) -> Tensor:
     """Labels of integers as int64, as -100 fits in no unsigned dtype; others as they are."""
-    return labels.to(torch.int64) if holds_integers(labels) else labels
+    return labels.to(torch.int64) if is_integer_tensor(labels) else labels
 
 
 def unpredicted_tokens(layout: PackedLayout) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.arguments import holds_integers, to_int_or_none, whole_numbers
+from flexvarlen.layout.arguments import is_integer_tensor, to_int_or_none, whole_numbers
 from flexvarlen.layout.boundaries import Condition, default_capacity, document_starts
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import (
@@ -137,7 +137,7 @@ def _in_exact_numbers(given: GivenDocuments) -> tuple[GivenDocuments, Conditions
     conditions: Conditions = ()
     if positions is not None:
         positions = whole_numbers("position_ids", positions)
-    if mask is not None and holds_integers(mask):
+    if mask is not None and is_integer_tensor(mask):
         mask = mask.to(torch.int64)
     elif mask is not None and mask.dtype != torch.bool:
         binary = Condition(

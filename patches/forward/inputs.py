@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from flexvarlen.layout.arguments import holds_integers, require_tensor
+from flexvarlen.layout.arguments import is_integer_tensor, require_tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
@@ -60,7 +60,7 @@ class ForwardInputs:
         self.inputs, self.tokens = inputs, tokens
         for name in ("position_ids", "attention_mask"):  # sums and differences of few bits wrap
             given = inputs.get(name)
-            if isinstance(given, Tensor) and given.ndim < 4 and holds_integers(given):
+            if isinstance(given, Tensor) and given.ndim < 4 and is_integer_tensor(given):
                 inputs[name] = given.to(torch.int64)
         self.tower: Any = patch.parts.text_tower(module)
         self.config: Any = text_config_of(module.config)
