@@ -83,10 +83,8 @@ class BalancedSampler(Sampler[int]):
         drop_last: bool = False,
     ) -> None:
         num_replicas = require_int_at_least("num_replicas", num_replicas, 1)
-        window, seed = (
-            require_int_at_least("window", window, 1),
-            require_int_at_least("seed", seed, 0),
-        )
+        window = require_int_at_least("window", window, 1)
+        seed = require_int_at_least("seed", seed, 0)
         rank = None if rank is None else require_int_at_least("rank", rank, 0)
         if rank is not None and not 0 <= rank < num_replicas:
             raise ValueError(

@@ -81,10 +81,8 @@ class StreamPacker(IterableDataset[list[Columns]]):
                 "pass one split of an IterableDatasetDict."
             )
         check_options(long, extra, next_token_labels)
-        self.tokens, self.buffer = (
-            require_int_at_least("tokens", tokens, 1),
-            require_int_at_least("buffer", buffer, 1),
-        )
+        self.tokens = require_int_at_least("tokens", tokens, 1)
+        self.buffer = require_int_at_least("buffer", buffer, 1)
         self.dataset, self.long, self.extra = dataset, long, tuple(extra)
         self.next_token_labels = next_token_labels
         self.num_long = self.num_dropped = 0
