@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize as to_unit_length
 from transformers import PreTrainedTokenizerBase
 
-from flexvarlen.layout.arguments import as_int
+from flexvarlen.layout.arguments import to_int_or_none
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import pool
@@ -161,7 +161,7 @@ def _check(texts: Any, pooling: Any, tokens_per_row: Any, max_length: Any) -> No
             f"pooling must be 'cls', 'first', 'mean', 'last' or 'max', got {pooling!r}; choose one."
         )
     for name, value in (("tokens_per_row", tokens_per_row), ("max_length", max_length)):
-        if value is not None and (as_int(value) or 0) < 1:
+        if value is not None and (to_int_or_none(value) or 0) < 1:
             raise ValueError(
                 f"{name} must be a positive number of tokens, got {value!r}; pass one, or leave it "
                 "out."

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
-from flexvarlen.layout.arguments import at_least
+from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.patches.api import current_patch, patch_model, restore
 from flexvarlen.patches.context_parallel_trainer import enable_context_parallel
 from flexvarlen.patches.inner_model import transformers_model
@@ -90,7 +90,7 @@ def patch_trainer(
     if context_parallel is None:
         _unpad_models(trainer, backend, unpad_to_multiple_of, share_prefixes, verify)
         return trainer
-    ranks = at_least("context_parallel", context_parallel, 2)
+    ranks = require_int_at_least("context_parallel", context_parallel, 2)
     if unpad_to_multiple_of is not None or share_prefixes or verify:
         raise ValueError(
             "context_parallel, which shards packed rows, cannot be combined with "

@@ -16,7 +16,7 @@ from torch import Tensor
 INT32_MAX = 2**31 - 1
 
 
-def as_int(value: Any) -> int | None:
+def to_int_or_none(value: Any) -> int | None:
     """`value` as an int if it is an integer, of Python, numpy or torch; None if not, or a bool."""
     if isinstance(value, int):
         return None if isinstance(value, bool) else value
@@ -28,13 +28,13 @@ def as_int(value: Any) -> int | None:
         return None
 
 
-def at_least(name: str, value: Any, least: int) -> int:
+def require_int_at_least(name: str, value: Any, least: int) -> int:
     """`value` as an int.
 
     Raises:
         ValueError: it is no integer, or below `least`.
     """
-    number = as_int(value)
+    number = to_int_or_none(value)
     if number is None or number < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}; fix it.")
     return number
@@ -73,7 +73,7 @@ def require_layout(name: str, value: object) -> None:
         )
 
 
-def holds_integers(x: Tensor) -> bool:
+def is_integer_tensor(x: Tensor) -> bool:
     """Whether the dtype is one of integers: bool is not."""
     return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
 
@@ -84,7 +84,7 @@ def whole_numbers(name: str, numbers: Tensor) -> Tensor:
     Raises:
         ValueError: another dtype; bfloat16 has no integer between 256 and 258.
     """
-    if not holds_integers(numbers):
+    if not is_integer_tensor(numbers):
         raise ValueError(
             f"{name} must be integers, got {numbers.dtype}; keep them in torch.int64 when a batch "
             "is cast."
@@ -106,7 +106,7 @@ def integers(
     if not isinstance(values, Iterable) or getattr(values, "ndim", 1) != 1:
         raise ValueError(f"{name} must be a list or a 1D array of integers, got {values!r:.80}.")
     for i, value in enumerate(values.tolist() if isinstance(values, Tensor) else values):
-        whole = value if type(value) is int else as_int(value)
+        whole = value if type(value) is int else to_int_or_none(value)
         if whole is None:
             raise ValueError(f"{name} must be integers, got {value!r} at index {i}; {advice}.")
         found.append(whole)
@@ -119,7 +119,7 @@ def int64s(name: str, values: Tensor | Iterable[int], advice: str) -> NDArray[np
     Raises:
         ValueError: one is no integer.
     """
-    if isinstance(values, Tensor) and values.ndim == 1 and holds_integers(values):
+    if isinstance(values, Tensor) and values.ndim == 1 and is_integer_tensor(values):
         return values.cpu().numpy().astype(np.int64)
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
         return values.astype(np.int64)
@@ -163,7 +163,7 @@ def checked_sizes(
         ("capacity", capacity),
         ("max_seqlen_bound", max_seqlen_bound),
     ):
-        size = None if value is None else as_int(value)
+        size = None if value is None else to_int_or_none(value)
         if value is not None and (size is None or not 0 <= size <= INT32_MAX):
             raise ValueError(
                 f"{name} must be an integer that fits in int32, at least 0, got {value!r}; count "

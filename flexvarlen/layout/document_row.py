@@ -96,7 +96,7 @@ class DocumentRow:
     def to(self, device: torch.device | str | None, *, non_blocking: bool = False) -> Self:
         """Return the layout with its tensors on `device`, or `self` if they are already there.
 
-        As for `Tensor.to`, None is where they are (accelerate's hooks pass it), and with
+        As in `Tensor.to`, None keeps the current device (accelerate's hooks pass it), and with
         `non_blocking` copies from pinned memory do not block the host.
         """
         device = self.device if device is None else require_device(device)
@@ -111,7 +111,7 @@ class DocumentRow:
         return self.moved(Tensor.pin_memory)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in FIELDS}
+        return {name: getattr(self, name) for name in FIELDS}  # the constructor's arguments
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Launch sizes are made anew: an unpickled tensor may have lost Dynamo's mark.
@@ -132,9 +132,8 @@ class DocumentRow:
     @property
     def lengths(self) -> tuple[int, ...] | None:
         """Tokens of each document (padding runs included), or None when only the device knows."""
-        if self.cu_seqlens_host is None:
-            return None
-        return tuple(self.cu_seqlens_host.diff()[: self.num_docs].tolist())
+        host = self.cu_seqlens_host
+        return None if host is None else tuple(host.diff()[: self.num_docs].tolist())
 
     def document_ids(self) -> Tensor:
         """int32 `[T]`: the slot of each token; `capacity` at padding after the last document.
@@ -159,10 +158,8 @@ class DocumentRow:
 
         No sync; traces.
         """
-        real = (
-            torch.arange(self.total_tokens, device=self.device, dtype=torch.int32)
-            < self.cu_seqlens[-1]
-        )
+        tokens = torch.arange(self.total_tokens, device=self.device, dtype=torch.int32)
+        real = tokens < self.cu_seqlens[-1]
         return real if self.padding is None else real & ~self.padding
 
     # ---- documents; see also `pool` and `document_logprobs` ----
@@ -190,9 +187,8 @@ class DocumentRow:
         lengths = None if torch.compiler.is_compiling() else self.lengths
         if lengths is None:
             raise ValueError(
-                "split() needs boundaries that the host knows, got a compiled graph, or a layout "
-                "that only the device knows; call it outside torch.compile with a layout made "
-                "there, or use pool() or document_ids()."
+                "split() needs boundaries that the host knows; call it outside torch.compile with "
+                "a layout made there, or use pool() or document_ids()."
             )
         x_T = one_row(x, self.total_tokens)
         return torch.split(x_T, [*lengths, self.total_tokens - sum(lengths)])[:-1]
@@ -251,12 +247,7 @@ class DocumentRow:
         return document_boundaries(self)[:-1].long().clamp(max=self.total_tokens - 1)
 
     def last_tokens(self) -> Tensor:
-        """The index of each document's last token; otherwise as `first_tokens`.
-
-        >>> from flexvarlen import PackedLayout
-        >>> PackedLayout.from_lengths([2, 3]).last_tokens()
-        tensor([1, 4])
-        """
+        """The index of each document's last token; otherwise as `first_tokens`."""
         return (document_boundaries(self)[1:].long() - 1).clamp(min=0)
 
     def real_documents(self) -> Tensor:
@@ -274,7 +265,6 @@ class DocumentRow:
 
 
 FIELDS = tuple(name for name in DocumentRow.__annotations__ if name != "launch")
-"""The arguments of the constructor."""
 
 
 def _launch_sizes(row: DocumentRow) -> LaunchSizes:
@@ -300,14 +290,13 @@ def document_boundaries(row: DocumentRow) -> Tensor:
     A compiled or captured graph may run for other documents, so it keeps all slots.
 
     Raises:
-        NotImplementedError: documents are trees, of which no one token is the last, or those of a
-            shard.
+        NotImplementedError: trees, which have no one last token, or documents of a shard.
     """
     require_whole_documents(row)
     if row.segments is not None:
         raise NotImplementedError(
             "a layout of trees has no one vector of a document: its paths share tokens; call "
-            "layout.unfold(x), which gives each path its own."
+            "layout.unfold(x), which returns a tensor for each path."
         )
     any_documents = torch.compiler.is_compiling() or is_replayed(row.cu_seqlens)
     if any_documents or row.num_docs is None:

@@ -9,7 +9,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from flexvarlen.layout.arguments import as_int, holds_integers, require_tensor, whole_numbers
+from flexvarlen.layout.arguments import (
+    is_integer_tensor,
+    require_tensor,
+    to_int_or_none,
+    whole_numbers,
+)
 from flexvarlen.layout.packed_layout import PackedLayout
 
 IGNORE_INDEX = -100  # the label that transformers' losses leave out
@@ -25,7 +30,7 @@ def why_not_ignore_index(given: Any) -> str | None:
 
     Labels that a boundary, padding or a mask takes out of the loss are set to -100.
     """
-    if given is None or as_int(given) == IGNORE_INDEX:
+    if given is None or to_int_or_none(given) == IGNORE_INDEX:
         return None
     return (
         f"ignore_index must be -100, which packed rows use for ignored labels, got "
@@ -47,7 +52,7 @@ def why_not_labels(name: str, labels: Tensor | NDArray[Any]) -> str | None:
 
 def int64_labels(labels: Tensor) -> Tensor:
     """Labels of integers as int64, as -100 fits in no unsigned dtype; others as they are."""
-    return labels.to(torch.int64) if holds_integers(labels) else labels
+    return labels.to(torch.int64) if is_integer_tensor(labels) else labels
 
 
 def unpredicted_tokens(layout: PackedLayout) -> Tensor:

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 from flexvarlen.layout.arguments import (
     INT32_MAX,
     checked_sizes,
-    holds_integers,
     integers,
+    is_integer_tensor,
     require_device,
     require_tensor,
 )
@@ -190,7 +190,7 @@ def from_position_ids(
     """Of positions that restart at each document."""
     require_tensor("position_ids", position_ids_BT)
     positions = position_ids_BT[None] if position_ids_BT.ndim == 1 else position_ids_BT
-    if positions.ndim != 2 or not holds_integers(positions):
+    if positions.ndim != 2 or not is_integer_tensor(positions):
         raise ValueError(
             f"position_ids must be an integer tensor [B, S], got {positions.dtype} "
             f"{tuple(position_ids_BT.shape)}; "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 from torch.utils.checkpoint import checkpoint
 
-from flexvarlen.layout.arguments import as_int, require_tensor
+from flexvarlen.layout.arguments import require_tensor, to_int_or_none
 from flexvarlen.layout.document_row import document_boundaries
 from flexvarlen.layout.labels import IGNORE_INDEX, unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
@@ -179,7 +179,7 @@ def _by_chunk(
             f"2 and Gemma 2), got its {type(head).__name__} alone; pass flexvarlen.lm_head(model), "
             "or a function that does both."
         )
-    chunk = as_int(chunk_tokens)
+    chunk = to_int_or_none(chunk_tokens)
     if chunk is None or chunk < 1:
         raise ValueError(
             f"chunk_tokens must be an integer, at least 1, got {chunk_tokens!r}; pass 1024."

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.arguments import as_int, integers
+from flexvarlen.layout.arguments import integers, to_int_or_none
 from flexvarlen.layout.boundaries import HAS_TRITON, host_int32, is_traced, slots_of
 from flexvarlen.layout.level_order import LevelOrder
 
@@ -59,7 +59,7 @@ class Segments:
         sizes, above = integers("lengths", lengths), integers("parents", parents)
         depths = _depths(sizes, above)
         deepest = max(depths, default=0) + 1
-        most = deepest if max_depth is None else as_int(max_depth)
+        most = deepest if max_depth is None else to_int_or_none(max_depth)
         if most is None:
             raise ValueError(f"max_depth must be an integer, got {max_depth!r}; pass a number.")
         if most < deepest:

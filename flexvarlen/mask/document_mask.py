@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.arguments import as_int, integers, require_layout
+from flexvarlen.layout.arguments import integers, require_layout, to_int_or_none
 from flexvarlen.layout.boundaries import host_int32
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.spec import Align, MaskSpec
@@ -345,7 +345,7 @@ def _prefixes(prefix: Prefix, layout: PackedLayout) -> Tensor:
                 "move it."
             )
         return prefix.contiguous()
-    one = as_int(prefix)
+    one = to_int_or_none(prefix)
     values = integers("prefix", prefix) if one is None else [one]  # type: ignore[arg-type]
     if one is None and layout.num_docs is not None and len(values) != layout.num_docs:
         raise ValueError(

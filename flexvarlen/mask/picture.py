@@ -1,4 +1,4 @@
-"""Draw a `DocumentMask`: its full, partial and empty blocks, and the document boundaries.
+"""Draw the mask of a packed row: its full, partial and empty blocks, and the document boundaries.
 
 Shapes: Tq, Tk = tokens of the query and the key row; NQ = ceil(Tq / BQ), NK = ceil(Tk / BK).
 """
@@ -6,19 +6,17 @@ Shapes: Tq, Tk = tokens of the query and the key row; NQ = ceil(Tq / BQ), NK = c
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, block_pair
+from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, Tables, block_pair
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from flexvarlen.mask.document_mask import DocumentMask
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 COLORS = ("#FFFFFF", "#E69F00", "#0072B2")
@@ -32,9 +30,18 @@ _MOST_BOUNDARIES = 400  # a side; more would cover the blocks
 _PANEL_INCHES = 6.5
 
 
-def save_picture(
-    mask: DocumentMask, path: Path, block_size: int | tuple[int, int] | None = None
-) -> Path:
+class Drawn(Protocol):
+    """What is drawn of a `DocumentMask`; its `repr` is the title."""
+
+    layout: PackedLayout
+    layout_k: PackedLayout
+
+    def tables(self, block_size: tuple[int, int], *, compact: bool) -> Tables:
+        """The blocks that are visited."""
+        ...
+
+
+def save_picture(mask: Drawn, path: Path, block_size: int | tuple[int, int] | None = None) -> Path:
     """Write the PNG; see `DocumentMask.save_picture`. Syncs.
 
     Args:
@@ -70,7 +77,7 @@ def save_picture(
     return path
 
 
-def default_block_size(mask: DocumentMask) -> tuple[int, int]:
+def default_block_size(mask: Drawn) -> tuple[int, int]:
     """128, doubled until neither side has more than 512 blocks; (query, key), both the same."""
     block = DEFAULT_BLOCK_SIZE
     while max(mask.layout.total_tokens, mask.layout_k.total_tokens) > block * BLOCKS_A_SIDE:
@@ -78,7 +85,7 @@ def default_block_size(mask: DocumentMask) -> tuple[int, int]:
     return block, block
 
 
-def block_states(mask: DocumentMask, block_size: tuple[int, int]) -> Tensor:
+def block_states(mask: Drawn, block_size: tuple[int, int]) -> Tensor:
     """int8 `[NQ, NK]` on the CPU: 0 empty, 1 partial, 2 full. Syncs."""
     tables = mask.tables(block_size, compact=True)
     num_q, num_k = tables.kv_num_blocks.shape[2], tables.q_num_blocks.shape[2]
@@ -94,7 +101,7 @@ def block_states(mask: DocumentMask, block_size: tuple[int, int]) -> Tensor:
     return states
 
 
-def _figure(mask: DocumentMask, blocks: tuple[int, int]) -> Figure:
+def _figure(mask: Drawn, blocks: tuple[int, int]) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flexvarlen.layout.arguments import as_int
+from flexvarlen.layout.arguments import to_int_or_none
 
 UNLIMITED = -1
 
@@ -96,7 +96,7 @@ class MaskSpec:
         if not isinstance(causal, bool):
             raise ValueError(f"causal must be True or False, got {causal!r}; choose one.")
         left, right = _sides(window)
-        tokens = 0 if chunk is None else as_int(chunk)
+        tokens = 0 if chunk is None else to_int_or_none(chunk)
         if tokens is None or (chunk is not None and tokens < 1):
             raise ValueError(
                 f"chunk must be an integer of at least 1 token, got {chunk!r}; pass None for none."
@@ -174,13 +174,13 @@ def _sides(window: int | tuple[int, int] | None) -> tuple[int, int]:
     """`(left, right)` of a window, -1 for no limit."""
     if window is None:
         return UNLIMITED, UNLIMITED
-    width = None if isinstance(window, tuple | list) else as_int(window)
+    width = None if isinstance(window, tuple | list) else to_int_or_none(window)
     if width is not None:
         if width < 1:
             raise ValueError(f"window must be at least 1, got {window}; pass None for no window.")
         sides = [width - 1, width - 1]
     else:
-        given = map(as_int, window) if isinstance(window, tuple | list) else ()
+        given = map(to_int_or_none, window) if isinstance(window, tuple | list) else ()
         sides = [side for side in given if side is not None and side >= UNLIMITED]
         if len(sides) != 2 or len(window) != 2:  # type: ignore[arg-type]
             raise ValueError(

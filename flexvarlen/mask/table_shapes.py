@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flexvarlen.layout.arguments import as_int
+from flexvarlen.layout.arguments import to_int_or_none
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 
 DEFAULT_BLOCK_SIZE = 128
@@ -93,7 +93,7 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
         ValueError: `block_size` is not one or two integers of at least 1.
     """
     given = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
-    pair = [n for n in map(as_int, given) if n is not None and n >= 1]
+    pair = [n for n in map(to_int_or_none, given) if n is not None and n >= 1]
     if len(pair) != 2 or len(given) != 2:
         raise ValueError(
             "block_size must be at least 1 token, or a pair (query, key) of such, got "

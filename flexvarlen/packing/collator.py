@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flexvarlen.layout.arguments import as_int, checked_sizes
+from flexvarlen.layout.arguments import checked_sizes, to_int_or_none
 from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.columns import (
@@ -51,7 +51,7 @@ def pad_token_id_of(tokenizer: Any, pad_token_id: int | None) -> int:
 
 
 def _not_negative(name: str, value: Any) -> int:
-    number = as_int(value)
+    number = to_int_or_none(value)
     if number is None or number < 0:
         raise ValueError(f"{name} must be an integer of at least 0, got {value!r}; pass 0 or more.")
     return number

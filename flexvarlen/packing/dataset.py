@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from flexvarlen.layout.arguments import at_least
+from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.packing.columns import differ
 from flexvarlen.packing.examples import (
     Columns,
@@ -96,10 +96,10 @@ class PackedDataset(Dataset[list[Columns]]):
         next_token_labels: bool | None = None,
         rows_per_step: int | None = None,
     ) -> None:
-        self.tokens = at_least("tokens", tokens, 1)
-        self.seed = None if seed is None else at_least("seed", seed, 0)
+        self.tokens = require_int_at_least("tokens", tokens, 1)
+        self.seed = None if seed is None else require_int_at_least("seed", seed, 0)
         if rows_per_step is not None:
-            rows_per_step = at_least("rows_per_step", rows_per_step, 1)
+            rows_per_step = require_int_at_least("rows_per_step", rows_per_step, 1)
             if seed is None:
                 raise ValueError(
                     f"rows_per_step must be None if seed is, got {rows_per_step}; pass a seed, by "
@@ -140,7 +140,7 @@ class PackedDataset(Dataset[list[Columns]]):
 
         accelerate's loaders do, unless there are several ranks and the sampler has its own epoch.
         """
-        self._epoch.fill_(at_least("epoch", epoch, 0))
+        self._epoch.fill_(require_int_at_least("epoch", epoch, 0))
 
     @property
     def row_lengths(self) -> list[list[int]]:

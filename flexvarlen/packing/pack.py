@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from flexvarlen.layout.arguments import as_int
+from flexvarlen.layout.arguments import to_int_or_none
 from flexvarlen.packing.first_fit import first_fit
 from flexvarlen.parallel.pieces import Piece
 
@@ -124,7 +124,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _checked(lengths: Lengths, capacity: int, *, bounded: bool = True) -> NDArray[np.int64]:
-    most = as_int(capacity) or 0
+    most = to_int_or_none(capacity) or 0
     if most < 1:
         raise ValueError(
             f"capacity must be an integer of at least 1, got {capacity!r}; pass the tokens per row."

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flexvarlen.layout.arguments import at_least, checked_sizes, int64s, require_tensor
+from flexvarlen.layout.arguments import checked_sizes, int64s, require_int_at_least, require_tensor
 from flexvarlen.layout.labels import IGNORE_INDEX, why_not_labels
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
@@ -87,9 +87,10 @@ class SharedPrefixes:
         Raises:
             ValueError: another ending, or another number of names.
         """
-        from flexvarlen.packing.tree_picture import save_tree_picture
+        from flexvarlen.packing.tree_picture import Drawn, save_tree_picture
 
-        return save_tree_picture(self, Path(path), names)
+        drawn = Drawn(self.input_ids, self.shift_labels, self.layout, self.paths)
+        return save_tree_picture(drawn, Path(path), names)
 
 
 def share_prefixes(
@@ -203,8 +204,8 @@ def _checked(min_tokens: int, max_depth: int | None) -> tuple[int, int | None]:
     Raises:
         ValueError: one is no integer, or below 1.
     """
-    depth = None if max_depth is None else at_least("max_depth", max_depth, 1)
-    return at_least("min_tokens", min_tokens, 1), depth
+    depth = None if max_depth is None else require_int_at_least("max_depth", max_depth, 1)
+    return require_int_at_least("min_tokens", min_tokens, 1), depth
 
 
 @dataclass(frozen=True)

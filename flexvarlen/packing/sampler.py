@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from flexvarlen.layout.arguments import at_least, integers
+from flexvarlen.layout.arguments import integers, require_int_at_least
 from flexvarlen.packing.loader_pass import LoaderPass, current_pass
 
 WINDOW = 64
@@ -82,9 +82,10 @@ class BalancedSampler(Sampler[int]):
         window: int = WINDOW,
         drop_last: bool = False,
     ) -> None:
-        num_replicas = at_least("num_replicas", num_replicas, 1)
-        window, seed = at_least("window", window, 1), at_least("seed", seed, 0)
-        rank = None if rank is None else at_least("rank", rank, 0)
+        num_replicas = require_int_at_least("num_replicas", num_replicas, 1)
+        window = require_int_at_least("window", window, 1)
+        seed = require_int_at_least("seed", seed, 0)
+        rank = None if rank is None else require_int_at_least("rank", rank, 0)
         if rank is not None and not 0 <= rank < num_replicas:
             raise ValueError(
                 f"rank must be None or from 0 to {num_replicas - 1}, got {rank}; pass the "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from flexvarlen.layout.arguments import at_least
+from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.packing.columns import differ
 from flexvarlen.packing.examples import (
     Columns,
@@ -81,7 +81,8 @@ class StreamPacker(IterableDataset[list[Columns]]):
                 "pass one split of an IterableDatasetDict."
             )
         check_options(long, extra, next_token_labels)
-        self.tokens, self.buffer = at_least("tokens", tokens, 1), at_least("buffer", buffer, 1)
+        self.tokens = require_int_at_least("tokens", tokens, 1)
+        self.buffer = require_int_at_least("buffer", buffer, 1)
         self.dataset, self.long, self.extra = dataset, long, tuple(extra)
         self.next_token_labels = next_token_labels
         self.num_long = self.num_dropped = 0
@@ -126,7 +127,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
         Raises:
             ValueError: a loaded state is in the middle of another epoch.
         """
-        epoch = at_least("epoch", epoch, 0)
+        epoch = require_int_at_least("epoch", epoch, 0)
         if self._begin and epoch != int(self._epoch):
             raise ValueError(
                 f"epoch must be {int(self._epoch)}, which load_state_dict resumed in the middle, "

@@ -8,23 +8,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
+
+from flexvarlen.layout.packed_layout import PackedLayout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from flexvarlen.packing.prefixes import SharedPrefixes
 
 CONTEXT_COLOR, LABEL_COLOR = "#56B4E9", "#E69F00"
 _INCHES, _INCHES_A_LINE = 8.0, 0.34
 _HEIGHT = 0.62  # of a bar; lines are 1 apart
 
 
-def save_tree_picture(
-    shared: SharedPrefixes, path: Path, names: Sequence[str] | None = None
-) -> Path:
+class Drawn(NamedTuple):
+    """What is drawn of `SharedPrefixes`, which describes the fields."""
+
+    input_ids: Tensor
+    shift_labels: Tensor
+    layout: PackedLayout
+    paths: tuple[Tensor, ...]
+
+
+def save_tree_picture(shared: Drawn, path: Path, names: Sequence[str] | None = None) -> Path:
     """Write the PNG; see `SharedPrefixes.save_picture`.
 
     Raises:
@@ -68,7 +76,7 @@ def save_tree_picture(
     return path
 
 
-def _segments(shared: SharedPrefixes) -> tuple[Sequence[int], Sequence[int]]:
+def _segments(shared: Drawn) -> tuple[Sequence[int], Sequence[int]]:
     """Lengths and parents; documents that share nothing are roots."""
     segments, documents = shared.layout.segments, shared.layout.lengths or ()
     if segments is None:
@@ -76,7 +84,7 @@ def _segments(shared: SharedPrefixes) -> tuple[Sequence[int], Sequence[int]]:
     return segments.lengths, segments.parents
 
 
-def _lines(shared: SharedPrefixes) -> list[int]:
+def _lines(shared: Drawn) -> list[int]:
     """For each segment the line that it is on: its parent's if it is the first child."""
     _, parents = _segments(shared)
     lines: list[int] = []
@@ -88,7 +96,7 @@ def _lines(shared: SharedPrefixes) -> list[int]:
     return lines
 
 
-def _draw_segments(axes: Axes, shared: SharedPrefixes, lines: list[int]) -> None:
+def _draw_segments(axes: Axes, shared: Drawn, lines: list[int]) -> None:
     positions = shared.layout.position_ids().tolist()
     is_label = _is_label(shared)
     token = 0
@@ -104,7 +112,7 @@ def _draw_segments(axes: Axes, shared: SharedPrefixes, lines: list[int]) -> None
         token += length
 
 
-def _is_label(shared: SharedPrefixes) -> list[bool]:
+def _is_label(shared: Drawn) -> list[bool]:
     """For each token whether the one before it on a path has it as its label."""
     ids, labels = shared.input_ids[0].cpu(), shared.shift_labels[0].cpu()
     found = torch.zeros_like(ids, dtype=torch.bool)
@@ -113,9 +121,7 @@ def _is_label(shared: SharedPrefixes) -> list[bool]:
     return [bool(x) for x in found.tolist()]
 
 
-def _name_samples(
-    axes: Axes, shared: SharedPrefixes, lines: list[int], names: Sequence[str]
-) -> None:
+def _name_samples(axes: Axes, shared: Drawn, lines: list[int], names: Sequence[str]) -> None:
     """Write each sample's name where it ends."""
     lengths, _ = _segments(shared)
     segment_of = [i for i, length in enumerate(lengths) for _ in range(length)]

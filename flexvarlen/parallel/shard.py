@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexvarlen.layout.arguments import at_least
+from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.layout.labels import (
     IGNORE_INDEX,
     LABEL_COUNTS,
@@ -148,7 +148,7 @@ def _check_options(method: str, window: int | None) -> None:
         names = ", ".join(map(repr, get_args(Method)))
         raise ValueError(f"method must be one of {names}, got {method!r}; choose one.")
     if window is not None:
-        at_least("window", window, 1)
+        require_int_at_least("window", window, 1)
 
 
 def _has_trees(batch: Mapping[str, Any]) -> bool:

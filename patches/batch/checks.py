@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.arguments import holds_integers
+from flexvarlen.layout.arguments import is_integer_tensor
 from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
 
@@ -74,7 +74,7 @@ def seq_idx_changes(seq_idx: Tensor, batch: int, row_tokens: int, device: torch.
         or seq_idx.shape[0] not in (1, batch)
         or seq_idx.shape[1] != row_tokens
         or seq_idx.device != device
-        or not holds_integers(seq_idx)
+        or not is_integer_tensor(seq_idx)
     ):
         raise ValueError(
             f"seq_idx must be integers of shape {(batch, row_tokens)} on {device}, one for each "

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.arguments import as_int, holds_integers, whole_numbers
+from flexvarlen.layout.arguments import is_integer_tensor, to_int_or_none, whole_numbers
 from flexvarlen.layout.boundaries import Condition, default_capacity, document_starts
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import (
@@ -137,7 +137,7 @@ def _in_exact_numbers(given: GivenDocuments) -> tuple[GivenDocuments, Conditions
     conditions: Conditions = ()
     if positions is not None:
         positions = whole_numbers("position_ids", positions)
-    if mask is not None and holds_integers(mask):
+    if mask is not None and is_integer_tensor(mask):
         mask = mask.to(torch.int64)
     elif mask is not None and mask.dtype != torch.bool:
         binary = Condition(
@@ -174,7 +174,7 @@ def _explicit_layout(given: GivenDocuments) -> PackedLayout:
     if layout.max_seqlen is None:  # in a graph, comparing the lengths would add guards
         return layout
     for longest in (given.max_length_q, given.max_length_k):
-        if longest is not None and (as_int(longest) or 0) < layout.max_seqlen:
+        if longest is not None and (to_int_or_none(longest) or 0) < layout.max_seqlen:
             raise ValueError(
                 "max_length_q and max_length_k must be at least the longest document, "
                 f"{layout.max_seqlen} tokens, got {longest}; pass the largest difference of "

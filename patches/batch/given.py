@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import Cache
 
-from flexvarlen.layout.arguments import holds_integers, require_tensor, whole_numbers
+from flexvarlen.layout.arguments import is_integer_tensor, require_tensor, whole_numbers
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
@@ -110,7 +110,7 @@ def read_arguments(
     """
     for name in ("position_ids", "attention_mask"):  # sums and differences of few bits wrap
         x = inputs.get(name)
-        if isinstance(x, Tensor) and x.ndim < 4 and holds_integers(x):
+        if isinstance(x, Tensor) and x.ndim < 4 and is_integer_tensor(x):
             inputs[name] = x.long()
     boundaries = {name: inputs.pop(name, None) for name in BOUNDARIES}
     cache = _cache_of(inputs)

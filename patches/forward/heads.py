@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 
-from flexvarlen.layout.arguments import holds_integers
+from flexvarlen.layout.arguments import is_integer_tensor
 from flexvarlen.layout.logprobs import BARE_HEAD
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
 from flexvarlen.patches.forward.wrapper import has_fused_head_of_trl, is_wrapped
@@ -145,7 +145,7 @@ def check_document_labels(labels: Any, documents: int) -> None:
     if not isinstance(labels, Tensor):
         return
     is_column = documents > 1 and labels.numel() == documents
-    of_tokens = labels.ndim > 1 and holds_integers(labels) and not is_column
+    of_tokens = labels.ndim > 1 and is_integer_tensor(labels) and not is_column
     if labels.ndim == 0 or len(labels) != documents or of_tokens:
         raise ValueError(
             f"labels must be one for each of the {documents} documents, [{documents}], or "

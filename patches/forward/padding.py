@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flexvarlen.layout.arguments import as_int
+from flexvarlen.layout.arguments import to_int_or_none
 from flexvarlen.patches.batch.find_layout import BOUNDARIES
 from flexvarlen.patches.batch.given import Given, Inputs, read_arguments
 from flexvarlen.patches.batch.labels import next_token_labels
@@ -39,7 +39,7 @@ def check_unpad(unpad: bool, multiple_of: int | None, share_prefixes: bool) -> N
             "share_prefixes=True finds what the rows of a padded batch share and needs unpad=True, "
             "got unpad=False; pass both, or make trees with fv.share_prefixes."
         )
-    if multiple_of is not None and not (unpad and (as_int(multiple_of) or 0) > 0):
+    if multiple_of is not None and not (unpad and (to_int_or_none(multiple_of) or 0) > 0):
         raise ValueError(
             "unpad_to_multiple_of must be a positive number of tokens and needs unpad=True, got "
             f"{multiple_of!r} and unpad={unpad}; remove it, or pass both."
