@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import os
 import shutil
 import stat
@@ -55,8 +56,12 @@ import torch  # noqa: E402
 
 from flexvarlen.recurrent.fla_configs import use_fla_configs_once_imported  # noqa: E402
 from tests.pairwise import sampled  # noqa: E402
+from tests.ranks import Ranks  # noqa: E402
 
 torch.set_num_threads(_threads)
+
+# pytest hands it to its own handlers; with any, torch writes a report of each compilation.
+logging.getLogger("torch.__trace").addHandler = lambda handler: None
 use_fla_configs_once_imported()
 
 # The first example of a test may import or compile: a deadline would fail on that alone. The blob
@@ -129,6 +134,13 @@ def _gradients_stay_on():
     on = torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     assert on, "autograd was left off"
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Two processes for the cases of all tests; what one case leaves behind, the next one finds."""
+    with Ranks() as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")

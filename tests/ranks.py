@@ -36,13 +36,7 @@ COLLECTIVE_S = 300.0
 END_S = 20.0  # that a rank may outlive another: gloo tells it at once
 LINES = 60  # of a rank's output in an error
 
-IMPORTED = (
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "transformers.trainer",
-    "trl",
-    "datasets",
-)
+IMPORTED = ("torch._inductor.compile_fx", "transformers.trainer", "trl", "datasets")
 """What cases use, imported once for all ranks of all tests: in each it took five seconds."""
 
 Join = Callable[[int, int, str], None]

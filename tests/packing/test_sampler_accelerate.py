@@ -11,13 +11,6 @@ from torch.utils.data import DataLoader
 
 from flexvarlen.packing import BalancedSampler
 from tests.packing.sampler_ranks import CASES, OF_RANKS, made_by
-from tests.ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("case", OF_RANKS)

@@ -6,17 +6,15 @@ import pytest
 import torch
 
 from tests.packing.trainer_ranks import RUNS, STOPS, dataset_of, examples, resumed, saved, trained
-from tests.ranks import Ranks
 
 EXAMPLES = sorted(examples())
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(ranks, tmp_path_factory):
     """STEPs of two processes, by the run, which leaves its checkpoints, or by one from these."""
     folder = tmp_path_factory.mktemp("ranks")
-    with Ranks() as ranks:
-        yield lambda name, case=saved: ranks.run(case, name, str(folder / name))[0]
+    return lambda name, case=saved: ranks.run(case, name, str(folder / name))[0]
 
 
 @pytest.mark.usefixtures("_accelerate_as_it_was")

@@ -268,8 +268,8 @@ LAST_SLOTS = ((100, 1, 19), (1, 100, 1, 18))  # which differ on the first rank
 COMPILED: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
     "documents": ("llama", EQUAL_BOUNDS),
     "contiguous": ("lfm2", LAST_SLOTS),
-    "encoder": ("modernbert", EQUAL_BOUNDS),
     "trees": ("llama", ()),
+    "encoder": ("modernbert", EQUAL_BOUNDS),
 }
 LAYERS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 1},
@@ -287,7 +287,7 @@ def graphs(name: str, group: Any) -> dict[str, Any]:
     counters.clear()
     model = Model("compiled", kind, 2, "", LAYERS[kind])
     eager = model.new(sequence_parallel_group=group)
-    called = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    called = torch.compile(eager, fullgraph=True, backend="eager")
     errors = []
     for row in rows:
         shard = fv.shard_row(row, group, **fv.shard_options(eager))

@@ -91,7 +91,9 @@ def trainer_of(run: str, folder: str, *, alone: bool = False, **changes: Any) ->
     batch = ROWS if alone else ROWS * ranks // WORLD
     sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
     given = settings(folder, **COMMON | sizes | given | changes)
-    model, more = new_model("qwen3", num_attention_heads=8), parts_of(run)
+    # Dynamo traces each layer.
+    layers = {"num_hidden_layers": 1} if "torch_compile" in changes else {}
+    model, more = new_model("qwen3", num_attention_heads=8, **layers), parts_of(run)
     if run == "hybrid":
         model = new_model("qwen3_5_text")
     if alone:

@@ -36,6 +36,9 @@ from tests.patches.distributed_inputs import (
     tree_inputs,
 )
 
+ONE_LAYER = {"num_hidden_layers": 1}
+"""Of models that are compiled, in which Dynamo would trace each layer."""
+
 # ---- DDP ----
 
 
@@ -52,7 +55,7 @@ def ddp_of_peft() -> dict[str, Any]:
 
 
 def ddp_compiled() -> dict[str, Any]:
-    model = DistributedDataParallel(fv.patch_model(model_of(), "sdpa"))
+    model = DistributedDataParallel(fv.patch_model(model_of(**ONE_LAYER), "sdpa"))
     return step(torch.compile(model, backend="eager"))
 
 
@@ -157,14 +160,15 @@ def fsdp2_checkpointing() -> dict[str, Any]:
 
 def fsdp2_compiled_layers() -> dict[str, Any]:
     """As accelerate does: layers compiled in place, then sharded."""
-    model = fv.patch_model(model_of(), "sdpa")
+    model = fv.patch_model(model_of(**ONE_LAYER), "sdpa")
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
     return step(sharded(model))
 
 
 def fsdp2_compiled() -> dict[str, Any]:
-    return step(torch.compile(sharded(fv.patch_model(model_of(), "sdpa")), backend="eager"))
+    model = sharded(fv.patch_model(model_of(**ONE_LAYER), "sdpa"))
+    return step(torch.compile(model, backend="eager"))
 
 
 def fsdp2_bf16() -> dict[str, Any]:

@@ -13,19 +13,12 @@ import torch
 from tests.contract_oracle import Step, by_document, check_step
 from tests.oracle import assert_as_accurate
 from tests.patches.distributed_inputs import lora, samples
-from tests.patches.distributed_ranks import CASES, KINDS, run_case
+from tests.patches.distributed_ranks import CASES, KINDS, ONE_LAYER, run_case
 from tests.patches.kinds import assert_learned_alone
-from tests.ranks import Ranks
 from tests.tiny_models import batch_of, documents, new_model
 
 DOCUMENTS = [x.tolist() for x in documents()]
 LOW = {"fsdp2_bf16", "accelerate_bf16"}
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +39,8 @@ def test_ranks_are_forked_from_one_thread(ranks):
 
 
 def plain_model(case: str):
-    plain = new_model("qwen3_5_text" if "hybrid" in case else "qwen3")
+    layers = ONE_LAYER if "compiled" in case else {}
+    plain = new_model("qwen3_5_text" if "hybrid" in case else "qwen3", **layers)
     return lora(plain) if "peft" in case else plain
 
 

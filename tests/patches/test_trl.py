@@ -17,7 +17,6 @@ from flexvarlen.verify.isolation.callback import IsolationCallback
 from tests.contract_oracle import Step, check_step
 from tests.contract_training import documents, recorded, settings
 from tests.patches.forward.test_unpad import seen_tokens
-from tests.ranks import Ranks
 from tests.tiny_models import VOCABULARY, exact_and_baseline, new_model, one_row
 
 trl = pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
@@ -146,12 +145,6 @@ def as_one_of_two(way: str, folder: str) -> list[tuple[Step, Any]]:
         ]
         found.append((Step(named[0], loss / 2, named[1]), features))
     return found
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("way", ["padding_free", "packing", "packing_defaults"])

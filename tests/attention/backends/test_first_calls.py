@@ -74,7 +74,7 @@ def test_a_check_that_could_not_be_made_is_made_later(untried, monkeypatch):
     assert compared == [False, True]
 
 
-@pytest.mark.parametrize("backend", ["flex", "sdpa"])
+@pytest.mark.parametrize("backend", [pytest.param("flex", marks=pytest.mark.slow), "sdpa"])
 def test_an_empty_row_is_no_reason_against_a_kernel(untried, backend):
     q = torch.zeros(0, 2, 16)
     assert (

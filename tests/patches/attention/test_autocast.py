@@ -21,7 +21,11 @@ def alone(model, ids):
 
 @pytest.mark.parametrize(
     ("kind", "backend", "device"),
-    [("llama", "sdpa", "cpu"), ("qwen3", "flex", "cpu")]
+    [
+        ("llama", "sdpa", "cpu"),
+        ("qwen3", "reference", "cpu"),
+        pytest.param("qwen3", "flex", "cpu", marks=pytest.mark.slow),
+    ]
     + [
         pytest.param(kind, name, "cuda", marks=pytest.mark.gpu)
         for kind in ("llama", "qwen3")

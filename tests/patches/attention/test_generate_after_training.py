@@ -161,6 +161,7 @@ def test_after_checkpointed_lora():
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_of_a_model_whose_layers_are_compiled():
     model, plain = (new_model("llama", num_hidden_layers=1) for _ in range(2))
     fv.patch_model(model, "sdpa")
@@ -174,7 +175,8 @@ def test_of_a_model_whose_layers_are_compiled():
 
 def test_with_a_whole_model_that_is_compiled():
     torch._dynamo.reset()
-    model, plain = fv.patch_model(new_model("llama"), "sdpa"), new_model("llama")
+    model, plain = (new_model("llama", num_hidden_layers=1) for _ in range(2))
+    fv.patch_model(model, "sdpa")
     compiled = torch.compile(model, backend="eager")
     learn(compiled, 1)
     plain.load_state_dict(model.state_dict())

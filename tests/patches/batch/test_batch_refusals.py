@@ -521,8 +521,14 @@ class AllOfBaseDropped(LlamaModel):
         return super().forward(input_ids=input_ids)
 
 
-@pytest.mark.parametrize("where", ["layer", "base"])
-@pytest.mark.parametrize("how", ["eager", "eager_without_mask", "compiled"])
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        *((where, how) for where in ("layer", "base") for how in ("eager", "eager_without_mask")),
+        ("layer", "compiled"),
+        pytest.param("base", "compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_documents_that_do_not_come_to_attention(monkeypatch, where, how):
     """Neither a mask that stands in for them nor none would keep documents apart."""
     monkeypatch.undo()  # here kernels run

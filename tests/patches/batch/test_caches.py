@@ -139,6 +139,7 @@ def test_a_cache_of_another_kind(name):
 
 
 @pytest.mark.parametrize("asked", ["use_cache", "dynamic"])
+@pytest.mark.sampled(1)
 def test_a_compiled_packed_row_is_refused(asked):
     """By the device, in a graph that serves rows of one document as well."""
     torch._dynamo.reset()

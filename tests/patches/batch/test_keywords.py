@@ -104,7 +104,7 @@ class WithSegments(Qwen3ForCausalLM):
         return super().forward(inputs_embeds=embedded, **kwargs)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_argument_of_a_users_own(compiled):
     torch._dynamo.reset()
     torch.manual_seed(0)

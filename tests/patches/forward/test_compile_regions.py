@@ -197,8 +197,8 @@ FORMS = ("layout", "cu_seq_lens", "collator")
 
 
 @pytest.mark.parametrize("form", [*FORMS, "position_ids"])
-@pytest.mark.parametrize("how", ["whole", "patch_then_regions"])
-@pytest.mark.sampled(2)
+@pytest.mark.parametrize("how", ["patch_then_regions", "whole"])
+@pytest.mark.sampled(1)  # whole: test_compiled_lengths.py
 def test_other_sizes_cost_at_most_one_compilation_more(how, form):
     """Dynamo leaves open what has changed once; nothing of ours may fix it again."""
     compiled, counter = compiled_model(how, new_model("llama", num_hidden_layers=1))
@@ -235,7 +235,7 @@ def attentions(monkeypatch):
     return runs
 
 
-HOW = ("eager", "whole", "patch_then_regions")
+HOW = ("eager", "patch_then_regions", "whole")
 
 
 def checkpointed(how, **settings):

@@ -207,7 +207,7 @@ def test_each_sample_of_a_tree_counts(family, chosen, checkpointing):
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow  # other documents: test_in_one_graph; eagerly: test_each_sample_of_a_tree_counts
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_trees_in_one_graph(family):
     torch._dynamo.reset()

@@ -264,6 +264,7 @@ def test_under_gradient_checkpointing(reentrant):
     assert shapes == [(1, TOKENS)]
 
 
+@pytest.mark.slow  # trees: test_trees.py; what unpad leaves outside: test_unpad.py
 def test_other_trees_of_equal_sizes_compile_nothing_again():
     plain = model_with("CausalLM", "llama", num_hidden_layers=1)
     ours = sharing(plain, "sdpa", unpad_to_multiple_of=128)

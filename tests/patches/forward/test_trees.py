@@ -110,14 +110,12 @@ def test_one_tree_or_nothing_shared(chosen, family):
     torch.testing.assert_close(out.loss, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("family", "compiler"), [("qwen3_windows", "eager"), ("lfm2", "aot_eager")]
-)
-def test_one_graph_for_batches_of_equal_sizes(family, compiler):
+@pytest.mark.parametrize("family", ["qwen3_windows", "lfm2"])
+def test_one_graph_for_batches_of_equal_sizes(family):
     """The last one without padding."""
     torch._dynamo.reset()
     model = fv.patch_model(new_model(family), "sdpa")
-    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     sizes = {"total_tokens": 192, "capacity": 16, "max_seqlen_bound": 192, "max_depth": 4}
     texts = samples()
     left = 192 - fv.share_prefixes(texts).layout.total_tokens

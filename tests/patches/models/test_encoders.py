@@ -130,7 +130,7 @@ def test_packed_equals_one_by_one(name, rows, form):
         assert_as_accurate(gradient, exact[2][name], baseline[2][name], 3, name)
 
 
-@pytest.mark.parametrize("backend", ["reference", "flex"])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("flex", marks=pytest.mark.slow)])
 def test_other_backends(backend):
     batch = one_row()
     exact, baseline = exact_and_baseline("modernbert", batch.order)

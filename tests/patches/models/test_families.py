@@ -117,7 +117,7 @@ def test_kind_of_layer_unlike_its_calls(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name in OTHERS if name not in (*EXPERTS, *SCANS)])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_one_graph_for_any_documents(name):
     torch._dynamo.reset()
     model = fv.patch_model(new_model(name), on_the_cpu(name))

@@ -6,16 +6,9 @@ import re
 
 import pytest
 
-from tests.ranks import Ranks
 from tests.verify.isolation.isolation_ranks import sentence
 
 WHOLE = "NotImplementedError: verify_isolation runs whole rows on each rank, got "
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with Ranks() as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize(
