@@ -2,7 +2,7 @@
 
 | folder | holds |
 |---|---|
-| `embed.py` | `embed`; `embedding_settings.py` reads what sentence-transformers saved |
+| `embed.py` | `embed`; `embed_rows.py` packs texts, `embedding_settings.py` reads what was saved |
 | `trainers.py` | `patch_trainer` |
 | `context_parallel_trainer.py` | a Trainer whose processes share packed rows |
 | `shard_collator.py` | its collator, which keeps a rank's shard of a row |

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize as to_unit_length
 from transformers import PreTrainedTokenizerBase
 
 from flexvarlen.layout.arguments import to_int_or_none
-from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import pool
-from flexvarlen.packing import pack
 from flexvarlen.patches.api import is_patched, patched
+from flexvarlen.patches.embed_rows import TextRow, Tokenizer, prefetched, rows_of_texts
 from flexvarlen.patches.embedding_settings import (
     POOLINGS,
     EmbeddingSettings,
@@ -35,14 +32,9 @@ from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.parts import ModelParts
 
 Pooling = Literal["cls", "first", "mean", "last", "max"]
-T = TypeVar("T")
 
-_CHUNK = 4096
-"""Texts that are tokenized at once. Some rows' worth, so that the model seldom waits."""
 _READ_EVERY = 32
 """Rows after which vectors are copied to the host, where the device may wait for the host."""
-_MIN_MEAN_TOKENS = 8
-"""Tokens of a text on average below which the number of texts, not of tokens, ends a row."""
 
 
 def embed(
@@ -112,8 +104,8 @@ def embed(
     settings = _settings(model, pooling, normalize)
     prompt = _prompt(settings, prompt, prompt_name)
     longest = _max_length(model, tokenizer, max_length, settings.max_length)
-    tokenize = _Tokenizer(tokenizer, prompt, longest)
-    rows = _rows(texts, tokenize, tokens_per_row, longest)
+    tokenize = Tokenizer(tokenizer, prompt, longest)
+    rows = rows_of_texts(texts, tokenize, tokens_per_row, longest)
     pooler = _Pooler(model, settings)
     vectors = pooler.empty(len(texts))
     with ExitStack() as stack:
@@ -122,29 +114,14 @@ def embed(
         if not is_patched(model):
             stack.enter_context(patched(model))
         advance = stack.enter_context(_progress_bar(len(texts), shown=progress))
-        pending: list[tuple[_Row, Tensor]] = []
-        for row in _prefetch(rows):
+        pending: list[tuple[TextRow, Tensor]] = []
+        for row in prefetched(rows):
             pending.append((row, pooler(*_run(model, row))))
             if len(pending) == _READ_EVERY:
                 _copy_to_host(pending, vectors)
             advance(len(row.texts))
         _copy_to_host(pending, vectors)
     return vectors
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A packed row.
-
-    Attributes:
-        texts: the index of each document.
-        ids: int64 `[1, T]`, on the host.
-        layout: the documents, on the host until the row runs.
-    """
-
-    texts: list[int]
-    ids: Tensor
-    layout: PackedLayout
 
 
 # ---- settings ----
@@ -226,98 +203,10 @@ def _max_length(
     return int(min(given or of_folder or default, positions or sys.maxsize))
 
 
-# ---- rows ----
-
-
-@dataclass(frozen=True)
-class _Tokenizer:
-    tokenizer: PreTrainedTokenizerBase
-    prompt: str
-    longest: int
-
-    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, special tokens included."""
-        prompted = [self.prompt + text for text in texts] if self.prompt else list(texts)
-        ids: list[list[int]] = self.tokenizer(
-            prompted,
-            truncation=True,
-            max_length=self.longest,
-            padding=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )["input_ids"]
-        return ids
-
-
-def _rows(
-    texts: Sequence[str], tokenize: _Tokenizer, tokens_per_row: int, longest: int
-) -> Iterator[list[_Row]]:
-    """Lists of packed rows, one list for each chunk of texts.
-
-    The last row of a chunk is seldom full, so its texts wait for the next chunk.
-    """
-    waiting: dict[int, list[int]] = {}
-    for first in range(0, len(texts), _CHUNK):
-        chunk = texts[first : first + _CHUNK]
-        tokens = waiting | dict(enumerate(tokenize(chunk), first))
-        rows = _pack(tokens, tokens_per_row)
-        is_last = first + len(chunk) == len(texts)
-        waiting = {} if is_last else {i: tokens[i] for i in rows.pop()}
-        yield [_row(row, tokens, tokens_per_row, longest) for row in rows]
-
-
-def _pack(tokens: dict[int, list[int]], tokens_per_row: int) -> list[list[int]]:
-    """The texts of each row: longest first, and long texts alone in rows of their own."""
-    long = [i for i, ids in tokens.items() if len(ids) > tokens_per_row]
-    short = [i for i, ids in tokens.items() if len(ids) <= tokens_per_row]
-    lengths = [max(len(tokens[i]), 1) for i in short]  # without tokens: anywhere
-    slots = _slots(tokens_per_row)
-    rows = [[short[i] for i in row] for row in pack(lengths, tokens_per_row)]
-    cut = [row[first : first + slots] for row in rows for first in range(0, len(row), slots)]
-    return [[i] for i in long] + cut
-
-
-def _slots(total: int) -> int:
-    """Texts that a row holds at most."""
-    return -(-total // _MIN_MEAN_TOKENS)
-
-
-def _row(texts: list[int], tokens: dict[int, list[int]], full: int, longest: int) -> _Row:
-    """One packed row of these texts, padded to `full` tokens.
-
-    One that is at most half full, which only the last can be, or longer than `full`: to a power of
-    two.
-    """
-    documents = [tokens[i] for i in texts]
-    lengths = [len(ids) for ids in documents]
-    used = sum(lengths)
-    total = round_up_to_power_of_two(used)
-    total = total if used > full else min(total, full)
-    ids = np.zeros(total, np.int64)
-    ids[:used] = np.concatenate(documents)
-    layout = PackedLayout.from_lengths(
-        lengths,
-        total_tokens=total,
-        capacity=max(_slots(total), len(texts)),
-        max_seqlen_bound=min(longest, total),
-    )
-    return _Row(texts, torch.from_numpy(ids)[None], layout)
-
-
-def _prefetch(groups: Iterator[list[T]]) -> Iterator[T]:
-    """The items of each group, while a thread makes the next group."""
-    with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(next, groups, None)
-        while (group := following.result()) is not None:
-            following = thread.submit(next, groups, None)
-            yield from group
-
-
 # ---- running them ----
 
 
-def _run(model: Any, row: _Row) -> tuple[Tensor, PackedLayout]:
+def _run(model: Any, row: TextRow) -> tuple[Tensor, PackedLayout]:
     """Last hidden states `[1, T, D]` and the layout, on the model's device. No sync."""
     ids, layout = row.ids, row.layout
     if model.device.type == "cuda":  # a copy of other memory would wait for the rows before
@@ -361,7 +250,7 @@ class _Pooler:
         return torch.zeros(texts, width)
 
 
-def _copy_to_host(pending: list[tuple[_Row, Tensor]], vectors: Tensor) -> None:
+def _copy_to_host(pending: list[tuple[TextRow, Tensor]], vectors: Tensor) -> None:
     """Copy what was computed to where it belongs, and forget it."""
     if pending:
         texts = [i for row, _ in pending for i in row.texts]

@@ -32,6 +32,7 @@ ORDER = (
     "patches.context_parallel_trainer",
     "patches.shard_collator",
     "patches.embed",
+    "patches.embed_rows",
     "patches.embedding_settings",
     "patches.lm_head",
     "patches.trainer_callback",
