@@ -73,23 +73,27 @@ def check_inputs(module: Any, patch: Patch, inputs: Inputs, tokens: Tensor) -> N
         )
 
 
+def _images(given: Given) -> str | None:
+    for name in _IMAGES:
+        x = given.inputs.get(name)
+        if x is not None and (isinstance(x, Tensor) or any(x.values())):
+            return f"{given.parts.model_config.model_type} batch with {name}"
+    return None
+
+
 # Gemma's attention is bidirectional inside an image. That mask does not follow from documents and
 # causality alone: the placeholder that a patched model passes would silently drop it. Mistral 3's
 # images are not verified.
 IMAGES = (
     Refusal(
-        lambda given: next((name for name in _IMAGES if _has(given.inputs.get(name))), None),
+        _images,
         "token_type_ids, images, video and sound are not supported in the batches of a patched "
-        "model whose text alone is packed (inside an image attention may be bidirectional), got "
+        "model whose text alone is packed (inside an image attention may be bidirectional), got a "
         "{got}; remove it where a batch has none, or call unpatch_model and use the model's own "
         "attention, one document per row.",
         NotImplementedError,
     ),
 )
-
-
-def _has(x: Any) -> bool:
-    return x is not None and (isinstance(x, Tensor) or any(x.values()))
 
 
 def refuse_images(given: Given) -> Given:

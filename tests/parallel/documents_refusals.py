@@ -201,11 +201,11 @@ def refusals(group: Any) -> dict[str, str]:
             lambda: model(ids, packed_layout=fv.PackedLayout.from_lengths([60])),
         ),
         "one token too few": (
-            "packed_layout must cover the shard's 59 tokens on cpu",
+            "got 60 tokens on cpu with input_ids [1, 59] on cpu",
             lambda: model(ids[:, 1:], packed_layout=own),
         ),
         "two rows": (
-            "packed_layout must cover the shard's 30 tokens on cpu",
+            "with input_ids [2, 30] on cpu",
             lambda: model(ids.view(2, -1), packed_layout=own),
         ),
         "attention_mask": (

@@ -26,7 +26,7 @@ from transformers import (
 import flexvarlen as fv
 from flexvarlen.patches import trainers
 from flexvarlen.patches.batch import padded_batch
-from flexvarlen.patches.forward import steps
+from flexvarlen.patches.forward import padding
 from tests.contract_training import settings
 from tests.tiny_models import VOCABULARY, config_of
 
@@ -282,7 +282,7 @@ def check_shared(make, changes, tmp_path, monkeypatch, *, reads_padding=()):
         shared.append(sum(padded.layout.lengths) - sum(found.layout.lengths))
         return found
 
-    monkeypatch.setattr(steps, "share_prefixes_of_rows", noting)
+    monkeypatch.setattr(padding, "share_prefixes_of_rows", noting)
     logs, weights, _ = run(make, tmp_path / "p", changes, patched=False, share_prefixes=True)
     ours, found, _ = run(make, tmp_path / "t", changes, patched=True, share_prefixes=True)
     for expected, log in zip(logs, ours, strict=True):

@@ -12,7 +12,7 @@ import flexvarlen as fv
 from flexvarlen.attention.auto.check_results import WrongResultError
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.packed_forward import PackedForward
-from flexvarlen.patches.forward import steps
+from flexvarlen.patches.forward import recurrent_layers
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels import check
 from flexvarlen.recurrent.fla_kernels.check import Scan
@@ -186,7 +186,7 @@ def test_the_first_forward_leaves_attention_to_its_layers(monkeypatch):
         "packed_layout": PackedLayout.from_lengths([9, 28]),
     }
     expected = model(**row).logits
-    monkeypatch.setattr(steps, "is_first_forward", lambda device: True)
+    monkeypatch.setattr(recurrent_layers, "is_first_forward", lambda device: True)
     assert torch.equal(model(**row).logits, expected)
     assert len(prepared) == 2
     assert prepared[1].recurrent.meanwhile is None

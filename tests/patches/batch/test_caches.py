@@ -203,7 +203,7 @@ def test_no_read_of_the_device_in_training_nor_at_each_step(monkeypatch):
     read = Tensor.__bool__
     monkeypatch.setattr(Tensor, "__bool__", lambda x: reads.append(x) or read(x))
     monkeypatch.setattr(
-        "flexvarlen.patches.forward.steps.one_document_per_row", lambda *args: 1 / 0
+        "flexvarlen.patches.forward.make_row.one_document_per_row", lambda *args: 1 / 0
     )
     model.train()(IDS, position_ids=POSITIONS)
     model.eval()(IDS, position_ids=POSITIONS, use_cache=False)

@@ -10,7 +10,7 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
-from flexvarlen.patches.forward import inputs as forward_inputs
+from flexvarlen.patches.batch import given
 from tests.backends import ON_GPU
 from tests.tiny_models import LENGTHS, new_model, one_row
 
@@ -44,7 +44,7 @@ def test_one_plan_for_each_kind_of_layer(monkeypatch, kind, kinds, backend, dept
     with torch.no_grad():
         forward = run(model)
         plans = count(monkeypatch, type(get_backend(backend)), "plan")
-        found = count(monkeypatch, forward_inputs, "find_layout")
+        found = count(monkeypatch, given, "find_layout")
         forward()
     assert len(plans) == kinds
     assert len(found) == 1

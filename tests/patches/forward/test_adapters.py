@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import flexvarlen as fv
-from flexvarlen.patches.why_not import _ON_EACH_TOKEN
+from flexvarlen.patches.adapters import _ON_EACH_TOKEN
 from flexvarlen.verify.isolation.callback import IsolationCallback
 from tests.tiny_models import new_model
 

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import cross_entropy
 
 import flexvarlen as fv
-from flexvarlen.patches.forward import heads
+from flexvarlen.patches.forward import router
 from flexvarlen.patches.models.families import FAMILIES
 from tests import forms
 from tests.patches.forward.test_trees import LOOP, samples
@@ -244,7 +244,7 @@ def test_a_tree_without_counts():
 
 def test_a_tree_in_a_model_that_is_not_verified(monkeypatch):
     """Doge's loss counts a token once, whatever its mask holds."""
-    monkeypatch.setattr(heads, "is_verified", lambda *_: False)
+    monkeypatch.setattr(router, "is_verified", lambda *_: False)
     model = fv.patch_model(balanced_model("mixtral"), "sdpa")
     with pytest.raises(
         NotImplementedError, match="output_router_logits must be False with sample_counts"
