@@ -201,11 +201,11 @@ def refusals(group: Any) -> dict[str, str]:
             lambda: model(ids, packed_layout=fv.PackedLayout.from_lengths([60])),
         ),
         "one token too few": (
-            "got 60 tokens on cpu with input_ids [1, 59] on cpu",
+            "packed_layout must cover the shard's tokens [1, S], got 60 tokens",
             lambda: model(ids[:, 1:], packed_layout=own),
         ),
         "two rows": (
-            "with input_ids [2, 30] on cpu",
+            "packed_layout must cover the shard's tokens [1, S], got 60 tokens",
             lambda: model(ids.view(2, -1), packed_layout=own),
         ),
         "attention_mask": (

@@ -196,8 +196,8 @@ def run(make, folder, changes, *, patched, share_prefixes=False):
     others = [tokens_seen(x) for x in others if x not in (None, trainer.model)]
     if patched:
         assert fv.patch_trainer(trainer, "sdpa", share_prefixes=share_prefixes) is trainer
-    elif share_prefixes and trainers._completions_together(trainer) > 1:
-        trainers._shuffle_together(trainer, 2)  # the padded run takes the same batches
+    elif share_prefixes and trainers._completions_of_block(trainer) > 1:
+        trainers._shuffle_blocks(trainer, 2)  # the padded run takes the same batches
     trainer.train()
     assert not patched or all(1 in seen for seen in others if seen)
     if trainer.eval_dataset is not None:
