@@ -2,15 +2,15 @@
 
 | folder | holds |
 |---|---|
-| `embed.py` | `embed`; `sentence_transformers_files.py` reads what sentence-transformers saved |
+| `embed.py` | `embed`; `sentence_transformers_files.py` reads the files of sentence-transformers |
 | `trainers.py` | `patch_trainer` |
 | `context_parallel_trainer.py` | a Trainer whose processes share packed rows |
-| `shard_collator.py` | its collator, which keeps a rank's shard of a row |
-| `trainer_callback.py` | every Trainer's check of a batch's model and loader; a dataset's epoch |
+| `shard_collator.py` | the collator of such a Trainer, which keeps a rank's shard of a row |
+| `trainer_callback.py` | checks the model and loader of every Trainer; sets a dataset's epoch |
 | `lm_head.py` | `lm_head`: a model's head as a function of hidden states |
 | `api.py` | `patch_model`, `unpatch_model`, `patched` |
-| `verification.py` | the check of a model that `patch_model(verify=True)` makes |
-| `isolation/` | `verify_isolation`: whether a bit of one document reaches another |
+| `verification.py` | the check that `patch_model(verify=True)` makes |
+| `isolation/` | `verify_isolation`: whether any bit of one document reaches another |
 | `forward/` | a patched model's forward, step by step, and the wrapper around it |
 | `attention/` | the functions that transformers calls, and which backend serves which layers |
 | `state.py` | the state of a patched model; our attn_implementation names |
@@ -29,7 +29,7 @@ if __name__ == "patches":
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Must be first: it registers our functions at its end, which imports most of this folder.
+# Must be first: its end registers our functions, which imports most of this folder.
 import transformers.modeling_utils  # noqa: F401
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _HOME_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, from its module: transformers may be half imported when this is."""
+    """Import a public name lazily, as transformers may be half imported at this point."""
     if name not in __all__:
         raise AttributeError(f"module 'flexvarlen.patches' has no attribute {name!r}")
     home = importlib.import_module(_HOME_OF.get(name, "flexvarlen.patches.api"))

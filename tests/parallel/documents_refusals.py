@@ -183,7 +183,7 @@ def refusals(group: Any) -> dict[str, str]:
             lambda: fv.packed_attention(x, x, x, own),
         ),
         "no group": (
-            "packed_layout must be of whole documents, got one rank's shard",
+            "packed_layout must describe whole documents, got one rank's shard",
             lambda: alone(**shard),
         ),
         "another's shard": (
