@@ -179,7 +179,7 @@ def refusals(group: Any) -> dict[str, str]:
             lambda: attend(own, causal=False),
         ),
         "packed_attention on a shard": (
-            "layout must be of whole documents, got one rank's shard",
+            "layout must describe whole documents, got one rank's shard",
             lambda: fv.packed_attention(x, x, x, own),
         ),
         "no group": (
