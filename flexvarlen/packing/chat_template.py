@@ -148,8 +148,8 @@ def require_written(messages: Sequence[Message], text: str, *, first: int = 0) -
         if lost or (is_list and (repr(content) in text or as_json in text)):
             wanted = "a string" if is_list else "a list of parts"
             raise ValueError(
-                f"the chat template must write the text of message {turn}, but omits it; pass its "
-                f"content as {wanted}."
+                f"the chat template must write the text of message {turn}; pass its content "
+                f"as {wanted}."
             )
 
 
