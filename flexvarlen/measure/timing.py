@@ -120,8 +120,8 @@ def time_interleaved(
     Returns:
         One `Timing` per variant, in the order given. Synchronizes the device.
 
-        Raises:
-            ValueError: `repeats` is below 1. Exceptions of variants propagate.
+    Raises:
+        ValueError: `repeats` is below 1. Exceptions of variants propagate.
     """
     device = torch.device(device)
     clock = _wall if device.type != "cuda" else _Events(device, writes=1 if flush_l2 else 0)

@@ -73,8 +73,8 @@ def verify_isolation(
             4D mask).
         seed: random seed of the replaced tokens, the choice of documents, and the loss.
 
-        Returns:
-            A report of what was tested.
+    Returns:
+        A report of what was tested.
 
     Raises:
         IsolationError: a document reaches another; the message names layer, module, documents or

@@ -79,7 +79,9 @@ def get_backend(name: str) -> Backend:
         ValueError: no backend has that name.
     """
     if name not in _REGISTRY:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or auto, got {name!r}.")
+        raise ValueError(
+            f"backend must be one of {', '.join(BACKENDS)} or auto, got {name!r}; choose one."
+        )
     return _REGISTRY[name]
 
 
