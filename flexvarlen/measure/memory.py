@@ -39,9 +39,9 @@ def peak_memory_mib(call: Callable[[], object], device: torch.device | str) -> f
 def memory_growth_mib(call: Callable[[], object], device: torch.device) -> float | None:
     """As `peak_memory_mib`, minus the memory allocated before the call."""
     gc.collect()
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     peak = peak_memory_mib(call, device)
-    return None if peak is None else peak - held / 2**20
+    return None if peak is None else peak - allocated / 2**20
 
 
 def memory_meaning(device: torch.device | str) -> str:

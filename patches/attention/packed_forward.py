@@ -262,16 +262,16 @@ class PackedForward:
         return Route(backend, call, mask, plan, keys)
 
     def _backend_for(self, kind: LayerKind, call: AttentionCall, mask: DocumentMask) -> Backend:
-        asked = chosen_for(self.backend, kind.layer_type)
-        if asked == "auto" and self.training:
+        requested = chosen_for(self.backend, kind.layer_type)
+        if requested == "auto" and self.training:
             call = call._replace(needs_grad=True)
         try:
-            name = choose(asked, call, mask)
+            name = choose(requested, call, mask)
         except NotImplementedError as refusal:
-            if asked == "auto":
+            if requested == "auto":
                 sentence = f"The {kind.layer_type} layers: {refusal}"
             elif len(self.kinds) > 1:
-                sentence = refusal_of_layers(str(refusal), asked, kind, call)
+                sentence = refusal_of_layers(str(refusal), requested, kind, call)
             else:
                 raise
             raise NotImplementedError(sentence) from refusal

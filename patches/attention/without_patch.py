@@ -144,9 +144,9 @@ def _begin_layer(layer: nn.Module) -> None:
     A layer without an index counts as first.
     """
     index = getattr(layer, "layer_idx", None)
-    goes_on = isinstance(index, int) and _last.index is not None and index > _last.index
+    continues = isinstance(index, int) and _last.index is not None and index > _last.index
     _last.index = index if isinstance(index, int) else None
-    if not goes_on:
+    if not continues:
         _last.packed, _last.checked_unpacked = None, False
 
 

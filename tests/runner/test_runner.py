@@ -320,7 +320,7 @@ def test_a_line_cut_off_by_a_lost_machine_is_reported_and_costs_its_case_alone(o
     whole = out.read_text()
     out.write_text(whole[:-20])
     suite = Squares(2)
-    with pytest.warns(UserWarning, match="line 8 of rows.jsonl was cut off"):
+    with pytest.warns(UserWarning, match="line 8 of rows.jsonl is incomplete"):
         run_suite(suite, OPTIONS, RunRequest(out))
     assert suite.measured == [(1, ("a", "b"))]
     with pytest.warns(UserWarning, match="cut off"):

@@ -28,10 +28,10 @@ def fla_configs_are_wanted() -> bool:
     Raises:
         ValueError: the option is neither 0 nor 1.
     """
-    asked = flag_of(FLA_CONFIGS)
-    if asked == "0" or fla_variables_are_set():
+    setting = flag_of(FLA_CONFIGS)
+    if setting == "0" or fla_variables_are_set():
         return False
-    return asked == "1" or _on_hopper()
+    return setting == "1" or _on_hopper()
 
 
 def use_fla_configs_once_imported() -> None:
@@ -95,8 +95,8 @@ def whose_configs() -> str:
     """Whose configurations fla's kernels run in, as part of a sentence; "" if it times its own."""
     if fla_configs_are_used():
         return ", in the configurations of flexvarlen"
-    asked = [f"{name}={os.environ[name]}" for name in FLA_VARIABLES if name in os.environ]
-    return f", with {' and '.join(asked)}" if asked else ""
+    variables = [f"{name}={os.environ[name]}" for name in FLA_VARIABLES if name in os.environ]
+    return f", with {' and '.join(variables)}" if variables else ""
 
 
 def _folder() -> Path:

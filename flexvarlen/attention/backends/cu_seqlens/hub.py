@@ -187,19 +187,18 @@ def requirement(backend: str) -> str:
     True
     """
     extra = REPOSITORIES[backend].extra
-    asked = _requirement()
-    return f"kernels{f'[{extra}]' if extra else ''}{asked.specifier}"
+    return f"kernels{f'[{extra}]' if extra else ''}{_requirement().specifier}"
 
 
 @cache
 def _requirement() -> Requirement:
     found = [Requirement(text) for text in requires("transformers") or ()]
-    asked = [
+    required = [
         x
         for x in found
         if x.name == "kernels" and x.marker is not None and x.marker.evaluate({"extra": "kernels"})
     ]
-    return (asked or [Requirement("kernels")])[0]
+    return (required or [Requirement("kernels")])[0]
 
 
 def problem_of_kernels(backend: str) -> NotLoaded | None:
@@ -213,11 +212,11 @@ def problem_of_kernels(backend: str) -> NotLoaded | None:
         installed = None
     if installed is None:
         return NotLoaded("kernels, which loads it, is not installed", remedy)
-    asked = _requirement().specifier
-    if asked.contains(installed, prereleases=True):
+    required = _requirement().specifier
+    if required.contains(installed, prereleases=True):
         return None
     release = f"transformers {version('transformers')}"
-    return NotLoaded(f"kernels is {installed}, and {release} needs kernels{asked}", remedy)
+    return NotLoaded(f"kernels is {installed}, and {release} needs kernels{required}", remedy)
 
 
 # ---- the disk ----
