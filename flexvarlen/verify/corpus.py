@@ -76,8 +76,7 @@ def read_documents(files: Sequence[str | Path] = (), tokenizer: Any = None) -> t
         Texts that are not blank.
 
     Raises:
-        ValueError: a file is missing or not UTF-8 text, JSON has no documents, or all files are
-            blank.
+        ValueError: a file is missing or not UTF-8, JSON has no documents, or all files are blank.
     """
     if not files:
         from pydoc_data.topics import topics
@@ -173,8 +172,7 @@ def pack(documents: Sequence[Sequence[int]], tokens: int, seed: int, source: str
     """Pack documents in random order until the row has `tokens` tokens.
 
     A long document is cut after a random 1/16 to 1/4 of the row, so that several fit; the last is
-    cut where the row ends. A corpus too small for the row is repeated in another order, and
-    `source` says so.
+    cut where the row ends. A corpus that is too small is repeated; `source` says so.
 
     Raises:
         ValueError: there are fewer than 2 tokens, or no document has a token.

@@ -18,7 +18,7 @@ from tests.tiny_models import new_model
 
 OF_SHARD = "packed_layout must be that of this rank's shard under sequence_parallel_group"
 OUT = "cannot be combined with sequence_parallel_group"
-OVER_TEXT = "a model with sequence_parallel_group must be over text"
+OVER_TEXT = "a model with sequence_parallel_group must take text alone"
 
 
 def refusals(group: Any) -> dict[str, str]:

@@ -108,7 +108,7 @@ ERRORS = {
     "isolation": "IsolationCallback verifies whole rows",
     "other rows": "the processes of a group must load the same row, got different ones",
     "other rows later": "the processes of a group must load the same row, got different ones",
-    "padded batches": r"a batch must be one packed row .* got input_ids \[2, 2\];",
+    "padded batches": r"must be one packed row with labels, got input_ids \[2, 2\];",
     "patched again": "must not be patched again or unpatched",
 }
 

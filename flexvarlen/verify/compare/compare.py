@@ -78,12 +78,10 @@ def compare(
         backends: "all" (flexvarlen's, "auto", and transformers' own for contrast), or names.
         dtype: dtype of the comparison; default: the model's.
         train: whether to run forward and backward; else only the forward, under `no_grad`.
-        compile: whether to use torch.compile (inductor; graph breaks are allowed and counted; cold
-            caches).
+        compile: whether to use torch.compile (inductor; graph breaks are counted; cold caches).
         tokens: size of the default batch; default 1,024 on the CPU, 8,192 on CUDA.
         seed: random seed.
-        packings: number of other packings of the same tokens, over which recompilations are
-            counted; 0 for trees.
+        packings: other packings of the same tokens, to count recompilations; none for trees.
         name: name of the model in the report.
         progress: called with the steps done, all steps, and a description of the current step.
 

@@ -39,8 +39,7 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
         examples: number of examples, from the start of the dataset, in the batch. None: as above.
         batch: keyword arguments of a forward, instead of a batch from the dataset; needed with an
             `IterableDataset`.
-        gradients, documents, layout, seed: as in `verify_isolation`. With `every`, the seed changes
-            each time.
+        gradients, documents, layout, seed: as in `verify_isolation`; with `every`, the seed varies.
 
     Attributes:
         reports: reports by the number of steps done.
@@ -86,8 +85,7 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
 
         Raises:
             IsolationError: a document sees another.
-            ValueError: the dataset is an `IterableDataset` and there is no batch; or as in
-                `verify_isolation`.
+            ValueError: an `IterableDataset` needs a batch; or as in `verify_isolation`.
         """
         self._verify(args, state, kwargs["model"], kwargs["train_dataloader"])
 
@@ -156,8 +154,7 @@ def several_documents(
         layout: the documents, if the batch does not contain the boundaries.
 
     Raises:
-        ValueError: as in `batch_of`; or each batch is one document, and the collator accepts no
-            more examples.
+        ValueError: as in `batch_of`; or no batch that the collator accepts has two documents.
     """
 
     def is_enough(batch: Mapping[str, Any]) -> bool:
