@@ -239,8 +239,8 @@ def recurrent_layers(parts: ModelParts, settings: Settings) -> str | None:
     expected = len(types)
     if len(parts.recurrent_classes) != expected:
         return (
-            "a model must have one layer with a convolution (conv1d or conv) for each "
-            f"recurrent layer in config.layer_types, {expected}, got {len(parts.recurrent_classes)}; "
+            "a model must have one layer with a convolution (conv1d or conv) for each recurrent "
+            f"layer in config.layer_types, {expected}, got {len(parts.recurrent_classes)}; "
             "use the model's own implementation, one document per row."
         )
     wanted: tuple[tuple[str, ...], ...] = ((CONVOLUTION,),)

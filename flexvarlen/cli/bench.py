@@ -72,12 +72,12 @@ def _run(names: Sequence[str], options: Options, request: RunRequest, list_cases
         )
     if len(names) > 1 and options.variants is not None:
         raise ValueError(
-            f"variants need one suite, got {','.join(options.variants)!r} for all; name a suite."
+            f"variants must be of one suite, got {','.join(options.variants)!r} for all; name a suite."
         )
     for suite in found if options.text else ():
         if not suite.reads_text:
             raise ValueError(
-                f"text applies only to suites that pack texts, got {suite.name}; remove it."
+                f"text must be used with a suite that packs texts, got {suite.name}; remove it."
             )
     paths = {
         suite: request.out if single else request.out / _file_name(suite.name, options)
