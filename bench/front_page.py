@@ -31,7 +31,7 @@ class Pair(NamedTuple):
     theirs: Fields
 
     def records(self, every: Sequence[Record]) -> tuple[Record, Record] | None:
-        """Those of both; None unless both were measured."""
+        """The records of both; None unless both were measured."""
         found = []
         for own in (self.ours, self.theirs):
             fields = {**self.case, **own}.items()

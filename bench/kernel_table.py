@@ -28,10 +28,10 @@ from flexvarlen.report.records import Record, read_records
 RESULTS = Path(__file__).with_name("results")
 SUITES = ("kernels", "trees")
 KERNELS = ("fa3", "fa4", "flex_fa4", "fa2", "flex", "varlen", "cudnn")
-"""Of which the table holds the times."""
+"""The kernels whose times the table contains."""
 
 CAPABILITIES = {"NVIDIA H200": (9, 0), "NVIDIA H100 80GB HBM3": (9, 0)}
-"""Of the GPUs that records name, which do not hold it."""
+"""Compute capabilities of the GPUs that records name, as records do not contain them."""
 
 SOURCE = ("torch", "triton", "flash_attn", "flash_attn_3", "flash_attn_4")
 """The versions that a case names."""
@@ -129,7 +129,7 @@ def as_text(found: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-# ---- replayed with each case left out ----
+# ---- replayed without each case in turn ----
 
 INSTALLED: Mapping[str, tuple[str, ...]] = {
     "all kernels": KERNELS,

@@ -1,4 +1,4 @@
-"""Why the PEFT adapters of a model do not go with packed rows."""
+"""Why the PEFT adapters of a model cannot run on packed rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _ON_EACH_TOKEN = {
     *("SHIRA", "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS", "UNILORA", "VBLORA"),
     *("VERA", "WAVEFT"),
 }
-"""PEFT's methods (`PeftType`) that act on each token alone, as the tests find of each."""
+"""PEFT's methods (`PeftType`) that act on each token alone; the tests check each of them."""
 
 
 def why_not_adapters(*modules: nn.Module) -> str | None:
-    """Why the adapters of these modules do not go with several documents in a row, or None."""
+    """Why the adapters of these modules cannot run on several documents in a row, or None."""
     for module in modules:
         adapters = _adapters(module)
         for config in adapters.values() if isinstance(adapters, Mapping) else ():
@@ -31,9 +31,9 @@ def why_not_adapters(*modules: nn.Module) -> str | None:
             elif kind in _ON_EACH_TOKEN:
                 continue
             return (
-                "a PEFT adapter must be known to act on each token alone, as LoRA does, and not on "
-                f"a row, whose documents would share its effect, got {name}; use LoRA or another "
-                "adapter of weights, or one document per row without patch_model."
+                "a PEFT adapter must act on each token alone, as LoRA does, or documents of a row "
+                f"would share its effect, got {name}; use LoRA or another adapter of weights, or "
+                "one document per row without patch_model."
             )
     return None
 
@@ -42,14 +42,14 @@ _REFUSING = "refusing adapters whose effect depends on the row"
 
 
 def _kind_of(config: Any) -> str:
-    """The name of an adapter's method; one that does not tell is none of those that are known."""
+    """The name of an adapter's method; "" or similar if the config does not say."""
     kind = getattr(config, "peft_type", None)
     return str(getattr(kind, "value", kind))
 
 
 def _adapters(module: nn.Module) -> Any:
-    """A module's configs of adapters by name, as PEFT stores them; None without."""
+    """A module's adapter configs by name, as PEFT stores them; None if it has no adapters."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is not None and isinstance(module, tuners.BaseTuner):
         return required(module, "peft_config", _REFUSING)
-    return getattr(module, "peft_config", None)  # a transformers model may hold them too
+    return getattr(module, "peft_config", None)  # a transformers model may have them too

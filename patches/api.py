@@ -52,50 +52,50 @@ def patch_model(
     sequence_parallel_group: ProcessGroup | None = None,
     verify: bool = False,
 ) -> Model:
-    """Make a transformers model run on packed batches, in which no document attends to another.
+    """Make a transformers model run on packed batches, where no document attends to another.
 
     The documents of a forward are taken, in this order, from `packed_layout=` (a `PackedLayout` of
     all B·S tokens), `cu_seq_lens_q=`, or restarts in `position_ids` together with changes of value
     in a 2D `attention_mask` and in `seq_idx`; else each row is one document. Missing position_ids
-    are made from the documents, and a causal model learns no label at a document's first token.
-    Rows of several documents fill no cache: asking for one raises.
+    are made from the documents, and a causal model ignores the label of a document's first token.
+    Rows of several documents cannot fill a KV cache; requesting one raises an error.
 
     Guides: docs/quick-start.md, docs/families.md (what encoders, images and recurrent layers need),
     docs/preference.md (padded batches, classifiers), docs/shared-prefixes.md, docs/several-gpus.md
     (Trainer, DDP, a row over ranks) and docs/troubleshooting.md.
 
     Args:
-        model: a transformers model of a verified family, or with `verify` of another; also inside
-            PEFT, DDP or torch.compile wrappers.
+        model: a transformers model of a verified family, or with `verify` of any family; also
+            inside PEFT, DDP or torch.compile wrappers.
         backend: a name of `flexvarlen.BACKENDS`, transformers' name for the same kernel
             ("flash_attention_2"), or "auto", which chooses for each kind of layer; or a mapping
-            from `config.layer_types` (in vision towers "vision_attention") to such names.
+            from `config.layer_types` ("vision_attention" in vision towers) to such names.
         deterministic, batch_invariant: as in `packed_attention`.
         capacity: document slots of a row whose boundaries are found in the batch, not given as a
-            layout; default in a compiled graph: 64, or one for each 128 tokens if these are more.
-        max_seqlen_bound: upper bound on a document's tokens; default: in a compiled graph all T
-            tokens, else the longest document, rounded up to a power of two.
+            layout; default in a compiled graph: 64, or one for each 128 tokens if that is more.
+        max_seqlen_bound: upper bound on a document's tokens; default: all T tokens in a compiled
+            graph, else the longest document, rounded up to a power of two.
         unpad: take padded batches, one document a row, and run their real tokens as one packed row.
             Outputs have the padded shape, with zeros at padding. Copies the mask to the host.
         unpad_to_multiple_of: with `unpad`, the packed row is rounded up to a multiple of this many
             tokens; default: 1,024 in a compiled model, else 1.
-        share_prefixes: with `unpad`, compute what rows have in common at their beginnings once.
+        share_prefixes: with `unpad`, compute a prefix that several rows share only once.
         sequence_parallel_group: ranks that share each row. They call the model together, each with
-            what `shard_row(batch, group, **shard_options(model))` returns.
+            the result of `shard_row(batch, group, **shard_options(model))`.
         verify: check the patched model on a small random batch, as `verify_isolation` does; a kind
-            of model that passed is not checked again in the same process.
+            of model that has passed is not checked again in the same process.
 
     Returns:
-        The same model. Patching again changes the arguments above, nothing else.
+        The same model. Patching again only changes the arguments above.
 
     Raises:
         IsolationError: with `verify`, a document reaches another.
         ValueError: no transformers model is inside, or an argument does not fit it.
-        NotImplementedError: the model, or a setting with this model, is not supported; the message
-            says why, and what to do. The model is then as it was before, as after any error.
+        NotImplementedError: the model, or a setting for this model, is not supported; the message
+            says why, and what to do. After any error the model is unchanged.
 
-    Under torch.compile other documents do not recompile while `capacity` and `max_seqlen_bound`
-    stay the same; traces under `fullgraph=True`, except with `unpad`.
+        Under torch.compile, other documents do not cause a recompilation while `capacity` and
+        `max_seqlen_bound` stay the same; traces under `fullgraph=True`, except with `unpad`.
 
     >>> model = fv.patch_model(AutoModelForCausalLM.from_pretrained(name))  # doctest: +SKIP
     >>> layout = fv.PackedLayout.from_lengths([512, 1, 1535])  # doctest: +SKIP
@@ -149,15 +149,16 @@ def unpatch_model(model: Model) -> Model:
     """Restore a patched model exactly; an unpatched model is unchanged.
 
     Models that share one config object share its attn_implementation, which is restored with the
-    last of them. Until then unpatched models among them use flexvarlen by its name alone. The
+    last of them. Until then, unpatched models with this config use flexvarlen by name alone. The
     functions of recurrent layers that `patch_model` replaced in transformers' modules stay
-    replaced; without documents they call transformers' own, or for float64 its plain torch.
+    replaced; without documents they call transformers' functions (for float64, the plain torch
+    versions).
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: no transformers model inside, or several.
+        ValueError: there is no transformers model inside, or several.
     """
     inner = transformers_model(model)
     patch: Patch | None = inner.__dict__.get(ATTRIBUTE)
@@ -224,13 +225,13 @@ def patched(
 
 
 def current_patch(model: nn.Module) -> Patch | None:
-    """The patch of the transformers model inside, for `restore`."""
+    """The patch of the transformers model inside, to be passed to `restore`."""
     patch: Patch | None = transformers_model(model).__dict__.get(ATTRIBUTE)
     return patch
 
 
 def restore(model: nn.Module, existing: Patch | None) -> None:
-    """Give a model the patch that it had before, or none."""
+    """Give a model back the patch that it had, or remove its patch if it had none."""
     if existing is None:
         unpatch_model(model)
     else:
@@ -241,11 +242,11 @@ def shard_options(model: nn.Module) -> dict[str, Any]:
     """The keyword arguments that `shard_row` and `shard_batch` need for a model.
 
     Args:
-        model: patched or not, and perhaps wrapped.
+        model: a transformers model, patched or not, also inside wrappers.
 
     Returns:
         `method="contiguous"` for a model with recurrent layers, `causal=False` for an encoder, the
-        widest `window` if there are any; nothing for others.
+        widest `window` of sliding layers; empty for other models.
 
     Raises:
         ValueError: there is no transformers model inside.

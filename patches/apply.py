@@ -1,4 +1,4 @@
-"""Apply a patch to a model, whose arguments have been checked, and undo it."""
+"""Apply a patch to a model after its arguments have been checked, and undo it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from flexvarlen.patches.state import (
 
 
 def make_patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) -> Patch:
-    """The patch of a model that may have these settings.
+    """Make the patch of a model that supports these settings.
 
     Raises:
         ValueError: a `forward` without `**kwargs`, an unknown backend, a mapping that does not fit
@@ -100,7 +100,7 @@ def apply_patch(inner: PreTrainedModel, patch: Patch) -> None:
 
 
 def undo_patch(inner: PreTrainedModel, patch: Patch) -> None:
-    """Restore a model, but for the functions in transformers' modules."""
+    """Restore a model, except for the functions in transformers' modules."""
     parts = patch.parts
     text, vision = parts.text_tower(inner), parts.vision_tower(inner)
     for module in wrapped_modules(inner, parts):

@@ -5,9 +5,9 @@ and each keeps its shard. The Trainer treats a group as one process: W processes
 train as W / P would.
 
 Trainer counts the labels of all ranks (their shards' `shift_labels`), and multiplies each loss by
-the number of ranks, over which DDP and FSDP2 take the mean. So the losses of shards need nothing
-else. What is different is in `ContextParallelMixin`, a class and not a
-callback: these see neither losses nor loaders.
+the number of ranks, over which DDP and FSDP2 take the mean. So the losses of shards need no other
+scaling. All differences are in `ContextParallelMixin`, a class because callbacks see neither losses
+nor loaders.
 
 Shapes: P = ranks of a group, T = tokens of a row.
 """
@@ -62,7 +62,7 @@ def enable_context_parallel(trainer: Trainer, backend: BackendChoice, ranks: int
 
 
 class ContextParallelMixin(Trainer):  # type: ignore[misc]
-    """What a Trainer whose processes share rows does differently; put before its own class."""
+    """A mixin, put before the trainer's class, that makes its processes share rows."""
 
     group: Any
     """This process's group."""
@@ -81,13 +81,13 @@ class ContextParallelMixin(Trainer):  # type: ignore[misc]
     def prepare_data_loader(
         self, loader: DataLoader[Any], device_placement: bool | None = None, **dispatching: Any
     ) -> DataLoader[Any]:
-        """accelerate's method of this name, with a group in the place of a process."""
+        """Like accelerate's method of this name, with a group instead of a process."""
         accelerator, ranks = self.accelerator, dist.get_world_size(self.group)
         patch = current_patch(self.model)
         if patch is None or patch.sequence_parallel_group is not self.group:
             raise ValueError(
-                "the model of a trainer with context_parallel must stay as patch_trainer patched "
-                "it, got another patch or none; make a new trainer."
+                "the model of a trainer with context_parallel must not be patched again or "
+                "unpatched; make a new trainer."
             )
         is_prepared = isinstance(loader, DataLoaderShard)
         if is_prepared:
@@ -119,7 +119,7 @@ class ContextParallelMixin(Trainer):  # type: ignore[misc]
         return prepared
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """The batches of an optimizer step, which the ranks of the group compare."""
+        """The batches of an optimizer step, compared over the ranks of the group."""
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
         self.compare_rows(batches)
         return batches, num_items_in_batch
@@ -128,8 +128,8 @@ class ContextParallelMixin(Trainer):  # type: ignore[misc]
         """Raise if the ranks of the group have different rows. Syncs."""
         if any(CHECKSUM not in batch for batch in batches):
             raise ValueError(
-                "batches must come from a loader that trainer.accelerator.prepare returned, got "
-                "others; return such a one from get_train_dataloader and get_eval_dataloader."
+                "batches must come from a loader that trainer.accelerator.prepare returned; return "
+                "such a loader from get_train_dataloader and get_eval_dataloader."
             )
         local_digest = zlib.crc32(repr([batch.pop(CHECKSUM) for batch in batches]).encode())
         largest = torch.tensor([local_digest, -local_digest], device=self.accelerator.device)
@@ -143,14 +143,14 @@ class ContextParallelMixin(Trainer):  # type: ignore[misc]
     # ---- losses ----
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """A step on this rank's shard; the mean of the ranks' losses is the loss."""
+        """A step on this rank's shard; returns the mean of the ranks' losses."""
         inner = getattr(model, "_orig_mod", model)  # of a compiled model
         wrapped = isinstance(inner, DistributedDataParallel | FullyShardedDataParallel)
         if not (wrapped or any(isinstance(x, DTensor) for x in model.parameters())):  # FSDP2
             raise ValueError(
-                "train() must come before evaluate(), got a model that accelerate prepared for "
-                "evaluation alone, without DDP, so no gradients would be summed over the "
-                "processes; make a new trainer, or pass eval_on_start=True."
+                "train() must come before evaluate(), which makes accelerate prepare the model "
+                "without DDP, so gradients would not be summed over the processes; make a new "
+                "trainer, or pass eval_on_start=True."
             )
         return super().training_step(model, inputs, *args, **kwargs)
 
@@ -176,7 +176,7 @@ class ContextParallelMixin(Trainer):  # type: ignore[misc]
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, None, None]:
-        """The mean of the group's losses, on each of its ranks, without predictions."""
+        """Return the mean of the group's losses on each of its ranks, without predictions."""
         if not prediction_loss_only:
             raise NotImplementedError(_NO_PREDICTIONS)
         self.compare_rows([inputs])
@@ -186,13 +186,13 @@ class ContextParallelMixin(Trainer):  # type: ignore[misc]
         return loss / dist.get_world_size(self.group), None, None
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse, as a rank has the predictions of its shard alone."""
+        """Refuse, as each rank only has the predictions of its shard."""
         raise NotImplementedError(_NO_PREDICTIONS)
 
     def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        """accelerate's method of this name, where each rank of a group has a value of an example.
+        """Like accelerate's method of this name, if each rank of a group has a value per example.
 
-        At the end of a dataset it keeps as many values as there are examples in the last batch.
+        At the end of a dataset, it keeps as many values as there are examples in the last batch.
         """
         accelerator = self.accelerator
         loader = accelerator.gradient_state.active_dataloader
@@ -208,9 +208,8 @@ class ContextParallelMixin(Trainer):  # type: ignore[misc]
 
 
 _NO_PREDICTIONS = (
-    "predictions need whole rows, got context_parallel, where each process has a shard of them; "
-    "remove compute_metrics, and predict with a model of `with fv.patched(trainer.model):` in a "
-    "loop of your own."
+    "predictions need whole rows, but with context_parallel each process has a shard; remove "
+    "compute_metrics, and predict in your own loop inside `with fv.patched(trainer.model):`."
 )
 
 
@@ -221,13 +220,11 @@ def why_not_context_parallel(trainer: Any, ranks: int) -> str | None:
     """Why the processes of a trainer cannot share rows, or None."""
     args = trainer.args
     if isinstance(trainer, ContextParallelMixin):
-        return (
-            "trainer must be patched once with context_parallel, got a patched one; make a new one."
-        )
+        return "a trainer with context_parallel cannot be patched twice; make a new trainer."
     if args.world_size % ranks:
         return (
             "context_parallel must divide the number of processes, got "
-            f"{ranks} with {args.world_size}; start more by torchrun or accelerate launch."
+            f"{ranks} with {args.world_size}; start more with torchrun or accelerate launch."
         )
     given = {
         "tp_size, cp_size or sp_size": (
@@ -258,29 +255,30 @@ def why_not_context_parallel(trainer: Any, ranks: int) -> str | None:
 
 
 def has_known_loss(trainer: Trainer) -> bool:
-    """Whether the loss is that of transformers or TRL, which takes the labels of a shard."""
+    """Whether the loss is transformers' or TRL's, which accept the labels of a shard."""
     return type(trainer).compute_loss.__module__.partition(".")[0] in ("transformers", "trl")
 
 
 def is_padded(trainer: Any) -> bool:
-    """Whether a trainer of TRL makes padded batches, or samples its own."""
+    """Whether a trainer of TRL makes padded batches, or generates its samples."""
     of_trl = [each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
     if not any(each.__name__ == "SFTTrainer" for each in of_trl):
         return bool(of_trl)
     collator = trainer.data_collator
     names = [each.__name__ for each in type(collator).__mro__ if each.__module__.startswith("trl.")]
-    if "DataCollatorForLanguageModeling" not in names:  # another's batches are checked
+    if "DataCollatorForLanguageModeling" not in names:  # other collators' batches are checked
         return False
     return not required(collator, "padding_free", "refusing padded batches")
 
 
 def refuse_dispatching(accelerator: Any, loader: DataLoader[Any]) -> None:
-    """Raise where one process would load the batches of all."""
+    """Raise if one process would load the batches of all."""
     dispatches = accelerator.dispatch_batches
     if dispatches is None:
         dispatches = isinstance(loader.dataset, IterableDataset)
     if dispatches:
         raise ValueError(
-            "the processes of a group must load their row themselves, got accelerate's "
-            f"dispatch_batches, its default for an IterableDataset; {DISPATCH_NOTHING}."
+            "the processes of a group must load their row themselves, but accelerate's "
+            "dispatch_batches, its default for an IterableDataset, loads it in one process; "
+            f"{DISPATCH_NOTHING}."
         )

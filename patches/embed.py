@@ -50,7 +50,7 @@ def embed(
     tokens_per_row: int = 16_384,
     progress: bool = True,
 ) -> Tensor:
-    """Embed texts: one vector for each, equal to that of `SentenceTransformer.encode`.
+    """Embed texts: one vector for each, as `SentenceTransformer.encode` computes.
 
     Texts are packed into rows of `tokens_per_row` tokens, so none is padded and there is no batch
     size. Pooling, dense layers, normalization, prompts and the maximum length are read from the
@@ -59,28 +59,29 @@ def embed(
     from its main revision (with transformers before 5.23: from the one that was loaded). For
     another revision, pass a local folder.
 
-    Rows have equal sizes, except for the last and for texts that are longer than a row, so
-    a model under torch.compile is compiled once for all of them.
+    Rows have equal sizes, except for the last row and for texts longer than a row, so a model under
+    torch.compile is compiled once for all of them.
 
     Args:
         model: a base model (`AutoModel`) of a verified family (docs/families.md), also compiled.
-            If it is not patched, it is for the duration of the call, with backend "auto".
+            An unpatched model is patched for the duration of the call, with backend "auto".
         texts: N strings.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         pooling: "cls" or "first", "mean", "last" or "max"; needed if the model's folder does not
             say.
-        normalize: whether vectors get length 1; default: as the folder says, else False.
-        prompt: put before each text.
-        prompt_name: of a prompt in the model's config_sentence_transformers.json; default: the one
-            named there as the default.
-        max_length: tokens at which texts are cut, special tokens included; default:
+        normalize: whether vectors are scaled to length 1; default: as the folder says, else False.
+        prompt: a prompt to put before each text.
+        prompt_name: name of a prompt in the model's config_sentence_transformers.json; default: the
+            default prompt named there.
+        max_length: tokens at which texts are truncated, including special tokens; default:
             `max_seq_length` of the folder, else the tokenizer's and the model's maximum; at most
-            the positions that the model has a table for.
-        tokens_per_row: tokens of a row. A longer text gets a row of its own.
+            the number of learned positions.
+        tokens_per_row: tokens of a row. A longer text gets a separate row.
         progress: whether to show a progress bar.
 
     Returns:
-        fp32 `[N, dim]` on the CPU, in the order of the texts. A text without tokens has zeros.
+        fp32 `[N, dim]` on the CPU, in the order of the texts. The vector of a text without tokens
+        is zero.
 
     Raises:
         ImportError: the model's folder has a modules.json, and sentence-transformers is missing.
@@ -89,7 +90,7 @@ def embed(
         NotImplementedError: the model cannot be patched, or its folder names modules or options
             that are not supported.
 
-    Runs in evaluation mode and without gradients. Syncs with the device once every 32 rows.
+    Runs in evaluation mode without gradients. Syncs with the device once every 32 rows.
 
     >>> import flexvarlen as fv
     >>> vectors = fv.embed(model, ["a text", "another"], tokenizer)  # doctest: +SKIP
@@ -140,13 +141,13 @@ def _check(texts: Any, pooling: Any, tokens_per_row: Any, max_length: Any) -> No
     for name, value in (("tokens_per_row", tokens_per_row), ("max_length", max_length)):
         if value is not None and (to_int_or_none(value) or 0) < 1:
             raise ValueError(
-                f"{name} must be a positive number of tokens, got {value!r}; pass one, or leave it "
-                "out."
+                f"{name} must be a positive number of tokens, got {value!r}; pass one, or remove "
+                f"{name}."
             )
 
 
 def _settings(model: Any, pooling: str | None, normalize: bool | None) -> EmbeddingSettings:
-    """Those of the model's folder, replaced by what is given."""
+    """The settings of the model's folder, overridden by the arguments given."""
     config = model.config
     name = getattr(config, "name_or_path", "")
     found = read_settings(name, getattr(config, "_commit_hash", None))
@@ -157,20 +158,21 @@ def _settings(model: Any, pooling: str | None, normalize: bool | None) -> Embedd
     if not found.pooling:
         raise ValueError(
             "pooling must be given for a model without sentence-transformers' modules.json, got "
-            f"None for {name or 'a model that was not loaded'!r}; pass the pooling that the model "
-            "was trained with, such as 'mean'."
+            f"None for {name or 'a model that was not loaded'!r}; pass the pooling used in "
+            "training, such as 'mean'."
         )
     return found
 
 
 def _prompt(settings: EmbeddingSettings, prompt: str | None, name: str | None) -> str:
-    """What is put before each text."""
+    """The prompt that is put before each text."""
     name = settings.default_prompt_name if name is None else name
     if prompt is None and name is not None:
         if name not in settings.prompts:
             raise ValueError(
-                f"prompt_name must be one of the model's, {', '.join(settings.prompts) or 'none'}, "
-                f"got {name!r}; choose one, or pass prompt=."
+                "prompt_name must be one of the model's prompts "
+                f"({', '.join(settings.prompts) or 'it has no prompts'}), got {name!r}; choose "
+                "one, or pass prompt=."
             )
         prompt = settings.prompts[name]
     if prompt and not settings.include_prompt:
@@ -185,10 +187,10 @@ def _prompt(settings: EmbeddingSettings, prompt: str | None, name: str | None) -
 def _max_length(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, given: int | None, of_folder: int | None
 ) -> int:
-    """Tokens at which texts are cut: as given, else as sentence-transformers, within the positions.
+    """Tokens at which texts are truncated: as given, else as sentence-transformers does.
 
     Raises:
-        ValueError: more is given than the model has positions.
+        ValueError: the given number exceeds the model's positions.
     """
     inner = transformers_model(model)
     positions = ModelParts.of(inner).max_positions
@@ -209,7 +211,7 @@ def _max_length(
 def _run(model: Any, row: TextRow) -> tuple[Tensor, PackedLayout]:
     """Last hidden states `[1, T, D]` and the layout, on the model's device. No sync."""
     ids, layout = row.ids, row.layout
-    if model.device.type == "cuda":  # a copy of other memory would wait for the rows before
+    if model.device.type == "cuda":  # a copy of unpinned memory would wait for earlier rows
         ids, layout = ids.pin_memory(), layout.pin_memory()
     layout = layout.to(model.device, non_blocking=True)
     outputs = model(
@@ -245,7 +247,7 @@ class _Pooler:
         return to_unit_length(x, dim=-1) if self.settings.normalize else x
 
     def empty(self, texts: int) -> Tensor:
-        """Where the vectors go."""
+        """An uninitialized tensor for the vectors."""
         width = self.after_pooling(torch.zeros(0, self.width, device=self.device)).shape[1]
         return torch.zeros(texts, width)
 

@@ -18,14 +18,14 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
             else "model must be, or wrap, a transformers PreTrainedModel, got "
             f"{type(model).__name__}; load it with AutoModel."
         )
-    # Not always the first: a wrapper may list a base model before the model that contains it.
+    # Not always the first one: a wrapper may list a base model before the model that contains it.
     for _, inner in found:
         if {part for _, part in found} <= {*inner.modules()}:
             return inner
     first, inner = found[0]
     name, part = next((name, part) for name, part in found if part not in {*inner.modules()})
     raise ValueError(
-        f"model must hold one transformers model, got {type(inner).__name__} as {first!r} and "
-        f"{type(part).__name__} as {name!r}, which is not part of it and would leak; "
+        f"model must contain one transformers model, got {type(inner).__name__} as {first!r} "
+        f"and {type(part).__name__} as {name!r}, which is not part of it and would leak; "
         "patch each one separately."
     )

@@ -1,4 +1,4 @@
-"""`lm_head`: a model's head as a function of hidden states, with all that its family does there."""
+"""`lm_head`: a model's head as a function of hidden states, with its family's scales and caps."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from flexvarlen.patches.parts import ModelParts
 
 
 def lm_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The function from a base model's last hidden states to the logits of the whole model.
+    """Return the function from a base model's last hidden states to the whole model's logits.
 
-    `model.lm_head` alone leaves out what some families do after it: Granite and Cohere scale the
-    logits, Gemma 2 and 4 cap them. This runs the head's own forward around the given states, so it
-    needs no list of families. Made for `document_logprobs(hidden, ..., head=fv.lm_head(model))`.
+    `model.lm_head` alone omits what some families do after it: Granite and Cohere scale the logits,
+    Gemma 2 and 4 cap them. This function runs the forward of the model's class on the given states,
+    so it needs no list of families. Use it as
+    `document_logprobs(hidden, ..., head=fv.lm_head(model))`.
 
     Args:
         model: a transformers model with a language-model head, patched or not, also inside PEFT or
             torch.compile wrappers.
 
     Returns:
-        A function of hidden states `[..., H]` that gives logits `[..., V]`. It uses the model's
-        own modules, with their parameters as they are when it is called: make it anew after a
-        module was replaced (LoRA on the head, resized embeddings). Differentiable. No sync; traces
+        A function of hidden states `[..., H]` that returns logits `[..., V]`. It uses the model's
+        modules with their current parameters: call `lm_head` again after a module was replaced
+        (LoRA on the head, resized embeddings). Differentiable. No sync; traces
         under `fullgraph=True`.
 
     Raises:
@@ -43,13 +44,13 @@ def lm_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     if not name or inner.get_output_embeddings() is None:
         raise ValueError(
             "model must have a language-model head around its base model, got "
-            f"{type(inner).__name__}; pass a ...ForCausalLM, or call the head that you have."
+            f"{type(inner).__name__}; pass a ...ForCausalLM model, or call the head directly."
         )
     return _Head(inner, name)
 
 
 class _Head:
-    """Calls the forward of a model's class, in which given states replace the base model.
+    """Calls the forward of a model's class with given states instead of the base model's output.
 
     Args:
         model: the whole model.
@@ -62,16 +63,16 @@ class _Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         states = hidden.reshape(1, -1, hidden.shape[-1])
-        # The class's forward: an instance's, such as patch_model's, is bound to the whole model.
+        # The class's forward, as an instance's forward (patch_model's) is bound to the whole model.
         out = type(self._head).forward(self._head, inputs_embeds=states)
         logits: Tensor = out[0]
         return logits.view(*hidden.shape[:-1], -1)
 
 
 class _GivenStates(nn.Module):
-    """Stands for a base model: gives the states that it is called with.
+    """Replaces a base model: returns the states that it is called with.
 
-    It has the base's own numbers, as Falcon-H1's head multiplies by one of them.
+    It copies the base's numbers, as Falcon-H1's head multiplies by one of them.
     """
 
     def __init__(self, base: Any) -> None:
@@ -80,12 +81,12 @@ class _GivenStates(nn.Module):
         self.__dict__.update({k: x for k, x in own if not k.startswith("_") and k != "forward"})
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Outputs:
-        """Return them as a base model's outputs."""
+        """Return the given states as a base model's outputs."""
         return _Outputs(inputs_embeds)
 
 
 class _Outputs:
-    """A base model's outputs that hold hidden states alone."""
+    """A base model's outputs with hidden states alone."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

@@ -1,9 +1,8 @@
-"""What flexvarlen reads by name of transformers' models and configs, by family.
+"""The names that flexvarlen reads from transformers' models and configs, by family.
 
-A name that a release renamed would read as a feature that is off: chunks, a temperature, the first
+A name that a release renamed would look like a disabled feature: chunks, a temperature, the first
 position. So `patch_model` looks all of them up once, and `check_layer` those of a layer. The lists
-hold what every supported release has; what some of these lack is read with a default, where it is
-used.
+contain names that every supported release has; others are read with a default where they are used.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ _ROUTERS = {
     *("llama4_text", "qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "qwen3_5_moe_text"),
     *("qwen3_next", "granitemoehybrid", "olmoe", "granitemoe", "minimax_m2"),
 }
-"""Those whose config can ask for the logits of routers in transformers 5.17 too."""
+"""Families whose config can request router logits, also in transformers 5.17."""
 
 NEEDS = (
     # towers, in which all others are looked up
@@ -176,7 +175,7 @@ INTERFACES = (
     Interface(f"{_OUTPUTS}.MoeCausalLMOutputWithPast", "the loss of routers", ("loss", "aux_loss")),
     Interface(f"{_OUTPUTS}.BaseModelOutputWithPooling", "pooling by document", ("pooler_output",)),
 )
-"""What is needed of transformers itself, for any model."""
+"""Interfaces of transformers itself that any model needs."""
 
 
 def check_names(model: PreTrainedModel) -> None:
@@ -200,7 +199,7 @@ def check_names(model: PreTrainedModel) -> None:
 
 
 def check_layer(layer: nn.Module) -> None:
-    """The same for an attention layer of a model that only names its attn_implementation.
+    """As `check_names`, for an attention layer of a model that only names its attn_implementation.
 
     Raises:
         NotImplementedError: transformers has no such name.

@@ -1,7 +1,7 @@
 """`ModelParts`: what a transformers model is made of, found once, when it is patched.
 
-Names, numbers and configs, no modules, so that the copies of a model share them (a deep copy, or
-the second module that accelerate makes of compiled layers).
+It contains names, numbers and configs but no modules, so that copies of a model share it (a deep
+copy, or the second module that accelerate makes of compiled layers).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from flexvarlen.patches.models.rope import has_longrope
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The parts of a model, and what its family does differently from others.
+    """The parts of a model, and the special features of its family.
 
     Attributes:
-        model_class: of the whole model.
-        model_config, config: of the whole model, and of its text tower.
+        model_class: class of the whole model.
+        model_config, config: configs of the whole model, and of its text tower.
         base_name: the attribute that holds the base model, which has the layers and RoPE's tables;
             "" if the model is one.
         text_name: the base model's attribute that holds its text tower; "" if it is one.
         vision_name: the base model's attribute that holds a tower of packed images; "" without.
-        head: its kind; `NO_HEAD` of a base model.
+        head: the kind of head; `NO_HEAD` for a base model.
         has_pooler: whether the base model pools.
         reads_first_token: whether a head reads the first token of a row, as most encoders' do.
         kinds, vision_kinds: the distinct kinds of attention layers in the two towers, in order.
-        recurrent_classes: of the recurrent layers, in order.
+        recurrent_classes: classes of the recurrent layers, in order.
         uses_hub_kernels: whether the model was loaded with `use_kernels=True`.
         pipeline_stages: ranks over which transformers split the layers; 1 for a whole model.
         rotary_type: the `rope_type` of the text tower's rotary module, if it has one.
@@ -162,7 +162,7 @@ class ModelParts:
 
 
 def _pipeline_stages(config: Any) -> int:
-    """As transformers' `DistributedConfig` has it, from 5.24 on; a saved config does not."""
+    """Stages by transformers' `DistributedConfig`, from 5.24 on; a saved config lacks it."""
     return getattr(getattr(config, "distributed_config", None), "pp_size", None) or 1
 
 

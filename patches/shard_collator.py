@@ -29,10 +29,10 @@ class ShardCollator:
 
     Attributes:
         collate: the trainer's collator; it makes one row, with a layout or without.
-        rank: of the shard.
-        ranks: that share the row, P.
-        pad_token_id: what fills the row up to a multiple of P.
-        options: what `shard_row` needs for the model.
+        rank: the rank of the shard.
+        ranks: number of ranks that share the row, P.
+        pad_token_id: token that pads the row to a multiple of P.
+        options: keyword arguments that `shard_row` needs for the model.
     """
 
     collate: Callable[[Any], dict[str, Any]]
@@ -43,7 +43,7 @@ class ShardCollator:
 
     @property
     def data_collator(self) -> Any:
-        """The collator that is not one of Trainer's wrappers, as theirs have it."""
+        """The inner collator, under the name that Trainer's wrappers use."""
         return below_trainers(self.collate)
 
     def __call__(self, features: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class ShardCollator:
         return shard | {CHECKSUM: found}
 
     def packed_row(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch as one row with a layout; each rank gets what a convolution needs at least."""
+        """The batch as one row with a layout, long enough for a convolution on each rank."""
         tokens, layout = batch["input_ids"], batch.get("packed_layout")
         if layout is not None and (layout.segments is not None or LABEL_COUNTS in batch):
             raise NotImplementedError(
@@ -68,7 +68,7 @@ class ShardCollator:
             )
         if len(tokens) != 1 or "labels" not in batch:
             raise ValueError(
-                "a batch must be one packed row with labels where processes share it, got "
+                "a batch that processes share must be one packed row with labels, got "
                 f"input_ids {list(tokens.shape)}{'' if 'labels' in batch else ' without labels'}; "
                 "use PackedCollator, DataCollatorWithFlattening, or SFTConfig(packing=True)."
             )
@@ -85,7 +85,7 @@ def padded_row(batch: dict[str, Any], total_tokens: int, pad_token_id: int) -> d
     """A packed row with padding up to `total_tokens`."""
     layout: PackedLayout = batch["packed_layout"]
     more = total_tokens - layout.total_tokens
-    if more == 0 or layout.padding is not None:  # runs inside the row, which a new layout loses
+    if more == 0 or layout.padding is not None:  # a new layout would lose padding inside the row
         return batch
     fills = {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}
     columns = {

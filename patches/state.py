@@ -82,7 +82,7 @@ class Settings:
 
 
 class Stages(NamedTuple):
-    """What a module's forward calls of the capabilities that its model has; most have few.
+    """The functions of a model's capabilities that a module's forward calls; most models have few.
 
     `forward/stages.py` chooses them when a model is patched, and `forward/steps.py` calls them.
 
@@ -116,11 +116,11 @@ class Patch(Settings):
     """The settings of a patched model, and what is needed to restore it.
 
     Attributes:
-        parts: of the module that this is the patch of: the model, its base model or its tower.
-        stages: of its forward.
-        kinds: of its attention layers.
+        parts: parts of the patched module: the model, its base model or its tower.
+        stages: stages of its forward.
+        kinds: the kinds of its attention layers.
         named: the backend whose attn_implementation it set.
-        backends: those that its config may name: of all patched models that share the config.
+        backends: backends that its config may name: of all patched models that share the config.
         implementation_before: the attn_implementation to restore, by tower if it has any.
     """
 
@@ -197,7 +197,7 @@ def implementation_before(inner: PreTrainedModel) -> str | dict[str, str]:
     """
     for module in (inner, *_sharing(inner)):
         patch: Patch | None = module.__dict__.get(ATTRIBUTE)
-        if patch is not None:  # the first one that was patched has recorded it
+        if patch is not None:  # recorded when the first one was patched
             return patch.implementation_before
     config: Any = inner.config
     whole: str = config._attn_implementation

@@ -1,7 +1,7 @@
-"""What every Trainer does for our datasets and collators.
+"""The callback that every Trainer gets, for our datasets and collators.
 
-It refuses, as it begins, a model or a loader that our collators' batches are not for, and gives
-`PackedDataset` its epoch.
+When training begins, it refuses a model or a loader that does not fit our collators' batches; it
+also sets the epoch of a `PackedDataset`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def register_callback() -> None:
 class CollatorCallback(TrainerCallback):  # type: ignore[misc]
     """Checks the model and the loader on all ranks, before one of them waits for another.
 
-    It also tells a `PackedDataset` its epoch.
+    It also sets the epoch of a `PackedDataset`.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

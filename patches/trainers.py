@@ -37,21 +37,22 @@ def patch_trainer(
 
     With `context_parallel`, each packed row is instead sharded over that many processes.
 
-    Calls `patch_model(model, unpad=True)` on each transformers model that is an attribute of the
-    trainer, or in a list that is one: the policy, its reference, a teacher, reward models. With
-    LoRA the policy without its adapter is the reference, and is patched with it. Collators, losses
-    and metrics stay as they are, so their values and the gradients are those of the padded run, but
-    for metrics that read padding (docs/preference.md names them). `generate` runs as before.
+    Calls `patch_model(model, unpad=True)` on each transformers model in the trainer's attributes,
+    or
+    in lists among them: the policy, its reference, a teacher, reward models. With LoRA, the policy
+    without its adapter is the reference, and is patched with it. Collators, losses and metrics are
+    unchanged, so their values and the gradients equal those of the padded run, except for metrics
+    that read padding (see docs/preference.md). `generate` runs as before.
 
-    With `share_prefixes` models compute a prefix that rows of a batch share once: the prompt of
-    DPO's chosen and rejected answers, and of GRPO's completions. GRPOTrainer and RLOOTrainer, which
-    shuffle completions before they split them into batches, then shuffle blocks of completions of
-    one prompt, also after their models are unpatched. Encoders among the reward models, in which
-    rows share nothing, run without.
+    With `share_prefixes`, models compute a prefix that rows of a batch share only once: the prompt
+    of DPO's chosen and rejected answers, and of GRPO's completions. GRPOTrainer and RLOOTrainer,
+    which shuffle completions before they split them into batches, then shuffle blocks of
+    completions of one prompt, even after their models are unpatched. It does not apply to encoders
+    among the reward models, in which rows share nothing.
 
     Works with transformers' Trainer in any padded task, and with the trainers of TRL 1.16 in the
-    table of docs/preference.md. AsyncGRPOTrainer has prefix trees of its own, which raise in the
-    first forward of a patched model. `fv.unpatch_model(trainer.model)` restores a model.
+    table of docs/preference.md. AsyncGRPOTrainer has its own prefix trees, which raise an error in
+    the first forward of a patched model. `fv.unpatch_model(trainer.model)` restores a model.
 
     With `context_parallel=P` batches are packed rows: of transformers' Trainer with
     `PackedCollator` or `DataCollatorWithFlattening`, or of TRL's SFTTrainer with `packing=True` or
@@ -61,17 +62,17 @@ def patch_trainer(
     Args:
         trainer: a trainer whose `train()` has not been called.
         backend, unpad_to_multiple_of, share_prefixes, verify: as in `patch_model`.
-        context_parallel: number of processes that share a row, a divisor of all.
+        context_parallel: number of processes that share a row, a divisor of their total number.
 
     Returns:
         The same trainer.
 
     Raises:
-        ValueError: not a Trainer, or one with `model_init`; with `share_prefixes`, batches of
-            shuffled completions that cannot hold two of each prompt; with `context_parallel`, a
-            trainer of padded batches, or a setting that needs whole rows.
-        NotImplementedError: a model cannot be patched (see `patch_model`), as a vision-language
-            model. All models are then as they were before.
+        ValueError: the trainer is not a Trainer, or has `model_init`; with `share_prefixes`,
+            batches of shuffled completions cannot contain two of each prompt; with
+            `context_parallel`, the trainer makes padded batches, or a setting needs whole rows.
+        NotImplementedError: a model cannot be patched (see `patch_model`), such as a
+            vision-language model. All models are then unchanged.
 
     >>> import flexvarlen as fv  # doctest: +SKIP
     >>> trainer = DPOTrainer(model, args=config, train_dataset=data)  # doctest: +SKIP
@@ -126,9 +127,9 @@ def _unpad_models(
 
 
 def _models(trainer: Any) -> list[nn.Module]:
-    """The transformers models that a trainer's attributes and their lists hold, the policy first.
+    """The transformers models in a trainer's attributes and their lists, the policy first.
 
-    Each once, in what first wraps it; none that is part of another.
+    Each is listed once, in its first wrapper; models that are part of another are not listed.
     """
     values = list(vars(trainer).values())
     for value in tuple(values):
@@ -151,7 +152,7 @@ def _holders(module: nn.Module) -> list[nn.Module]:
 
 
 def _can_share(model: nn.Module) -> bool:
-    """Whether documents that share prefixes go with a model, as they do not with an encoder."""
+    """Whether a model supports documents that share prefixes; encoders do not."""
     return why_no_trees(ModelParts.of(transformers_model(model))) is None
 
 
@@ -167,7 +168,7 @@ def _module_defining_shuffle(trainer: Any) -> dict[str, Any]:
 
 
 def _completions_of_block(trainer: Any) -> int:
-    """How many completions of one prompt a trainer that shuffles them may keep together, else 1."""
+    """How many completions of a prompt a trainer that shuffles them can keep together, else 1."""
     of_prompt = getattr(trainer, "num_generations", 1)
     if of_prompt == 1 or not _module_defining_shuffle(trainer):
         return 1

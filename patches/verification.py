@@ -44,13 +44,13 @@ def refuse_unloaded(inner: PreTrainedModel) -> None:
     quantizer: Any = getattr(inner, "hf_quantizer", None)
     if device_of_inputs(inner).type == "meta":
         raise NotImplementedError(
-            "verify=True runs the model, so its weights must be loaded, got them on the meta "
-            "device; load them before patch_model."
+            "verify=True runs the model, so its weights must not be on the meta device; load them "
+            "before patch_model."
         )
     if quantizer is not None and not quantizer.is_trainable:
         raise NotImplementedError(
-            "verify=True checks gradients, so weights must be such as can be differentiated, got "
-            f"{type(quantizer).__name__}, which cannot; verify the model before it is quantized."
+            "verify=True checks gradients, so weights must be differentiable, got "
+            f"{type(quantizer).__name__}; verify the model before it is quantized."
         )
 
 
@@ -88,9 +88,8 @@ class Verification:
         """
         if self.is_sharded:
             raise NotImplementedError(
-                "verify=True runs whole rows, so it must come without sequence_parallel_group the "
-                "first time, got both; call patch_model(model, verify=True), then again with the "
-                "group."
+                "verify=True runs whole rows, so sequence_parallel_group must be None the first "
+                "time; call patch_model(model, verify=True), then again with the group."
             )
         if self.is_verified_type:
             return
@@ -118,8 +117,8 @@ class Verification:
             report = verify_isolation(self.model, batch, seed=_SEED)
             if report.gradients is None:
                 raise NotImplementedError(
-                    "verify=True checks gradients, so the model must give some of its input "
-                    f"embeddings, got none, as {report.why_no_gradients}; patch it before it is "
+                    "verify=True checks gradients, so the model must have gradients of its input "
+                    f"embeddings, but {report.why_no_gradients}; patch it before it is "
                     "compiled, or choose a backend that has a backward."
                 )
             self._check_outputs(packed)
@@ -146,7 +145,7 @@ class Verification:
             name = min(names.get(module, type(module).__name__) for module in other)
             raise NotImplementedError(
                 "each attention layer, and nothing else, must call transformers' attention "
-                f"interface, got {type(self.inner).__name__}, where {name} is or does otherwise; "
+                f"interface, got {type(self.inner).__name__}, where {name} differs; "
                 f"{_DOCUMENT_ALONE}"
             )
 
@@ -173,7 +172,7 @@ class Verification:
 
 
 def _key(inner: PreTrainedModel, patch: Patch) -> tuple[object, ...]:
-    """What decides what the layers do, but for a `forward` that is replaced on an instance."""
+    """Everything that determines what layers do, except a `forward` replaced on an instance."""
     config = inner.config.to_dict()
     del config["_name_or_path"]
     backend = patch.backend if isinstance(patch.backend, str) else tuple(patch.backend.items())
@@ -193,7 +192,7 @@ def _key(inner: PreTrainedModel, patch: Patch) -> tuple[object, ...]:
 
 
 def _lengths_of_documents(parts: ModelParts) -> list[int]:
-    """Tokens of each document; what differs only beyond them is not seen."""
+    """Tokens of each document; differences beyond them are not detected."""
     declared = getattr(parts.config, "max_position_embeddings", None)
     positions = parts.max_positions or declared or max(_LENGTHS)
     return [min(length, positions) for length in _LENGTHS]
@@ -209,18 +208,18 @@ def _random_tokens(inner: PreTrainedModel, count: int) -> Tensor:
 
 
 _RAW_ERRORS = (AttributeError, LookupError, RuntimeError, TypeError)
-"""What a model's own code raises where it does not run; ours are ValueError and the refusals."""
+"""Errors that a model's own code may raise; ours are ValueError and the refusals."""
 
 
 @contextmanager
 def _must_run(
     inner: PreTrainedModel, how: str, errors: tuple[type[Exception], ...]
 ) -> Iterator[None]:
-    """Raise what the model's own code raises as a refusal.
+    """Turn errors of the model's own code into a refusal.
 
     Args:
-        how: what the model is run on, in words.
-        errors: what its own code raises.
+        how: describes what the model is run on.
+        errors: errors that its own code may raise.
     """
     name = type(inner).__name__
     try:

@@ -121,7 +121,7 @@ def not_verifiable(parts: ModelParts, settings: Settings) -> str | None:
 
 def encoder_as_decoder(parts: ModelParts, settings: Settings) -> str | None:
     """An encoder with a cache, and perhaps cross-attention."""
-    if not getattr(parts.model_config, "is_decoder", False):  # which encoders alone have
+    if not getattr(parts.model_config, "is_decoder", False):  # only encoders have it
         return None
     return (
         f"an encoder must not be a decoder, got a {parts.model_config.model_type} model with "
@@ -141,7 +141,7 @@ def unknown_head(parts: ModelParts, settings: Settings) -> str | None:
     )
 
 
-# ---- settings that it cannot have ----
+# ---- unsupported settings ----
 
 
 def unpad(parts: ModelParts, settings: Settings) -> str | None:
@@ -171,7 +171,7 @@ def share_prefixes(parts: ModelParts, settings: Settings) -> str | None:
 
 
 def why_no_trees(parts: ModelParts, *, batch_invariant: bool = False) -> str | None:
-    """What in a model documents that share prefixes do not go with, or None."""
+    """What in a model does not work with documents that share prefixes, or None."""
     if not parts.causal:
         return "bidirectional attention"
     if parts.has_longrope:
@@ -196,19 +196,19 @@ def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
     elif parts.has_longrope:
         reason = "has rope_type 'longrope', whose frequencies depend on whole documents"
     return reason and (
-        "a model with sequence_parallel_group must be over text, with rotary tables that do not "
+        "a model with sequence_parallel_group must take text alone, with rotary tables that do not "
         f"depend on other tokens, got {parts.model_config.model_type!r}, which {reason}; "
-        "remove sequence_parallel_group, and give each rank rows of its own."
+        "remove sequence_parallel_group, and give each rank its own rows."
     )
 
 
-# ---- layers that it cannot have ----
+# ---- unsupported layers ----
 
 
 RECURRENT_TYPES = ("linear_attention", "conv", "hybrid")
 """Names in `config.layer_types` of layers with a recurrence or a convolution."""
 OTHER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "mlp", "moe")
-"""Names of layers whose only mixing of tokens is attention, or that have none."""
+"""Names of layers that mix tokens only by attention, or not at all."""
 
 CONVOLUTION = "causal_conv1d_fn"
 """The function through which every supported recurrent layer mixes tokens first."""
@@ -217,7 +217,7 @@ SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_c
 
 
 def _layer_types(parts: ModelParts) -> list[str]:
-    """By layer; [] of a config with one kind (`patches.names` lists those with several)."""
+    """Types by layer; [] for a config with one kind (`patches.names` lists those with several)."""
     return list(getattr(parts.config, "layer_types", None) or ())
 
 
@@ -234,13 +234,13 @@ def unknown_layers(parts: ModelParts, settings: Settings) -> str | None:
 
 
 def recurrent_layers(parts: ModelParts, settings: Settings) -> str | None:
-    """Recurrent layers that do not call the functions which `patch_model` replaces."""
+    """Recurrent layers that do not call the functions that `patch_model` replaces."""
     types = [x for x in _layer_types(parts) if x in RECURRENT_TYPES]
     expected = len(types)
     if len(parts.recurrent_classes) != expected:
         return (
-            "a model must have as many layers with a convolution conv1d or conv as recurrent ones "
-            f"that its config.layer_types names, {expected}, got {len(parts.recurrent_classes)}; "
+            "a model must have one layer with a convolution (conv1d or conv) for each recurrent "
+            f"layer in config.layer_types, {expected}, got {len(parts.recurrent_classes)}; "
             "use the model's own implementation, one document per row."
         )
     wanted: tuple[tuple[str, ...], ...] = ((CONVOLUTION,),)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """Where a suite is, and what it measures."""
+    """The location of a suite, and what it measures."""
 
     module: str
     summary: str
@@ -43,7 +43,7 @@ SUITES: dict[str, Entry] = {
     "families": Entry("contract.families", "Every verified family in every form of a batch."),
     "capabilities": Entry("contract.capabilities", "What each backend supports."),
 }
-"""By name, in the order of `flexvarlen bench list`."""
+"""Suites by name, in the order of `flexvarlen bench list`."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""`packed_attention`, the kernels behind it, and how `backend="auto"` chooses one."""
+"""`packed_attention`, its kernels, and how `backend="auto"` chooses one."""

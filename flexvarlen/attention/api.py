@@ -1,6 +1,6 @@
 """`packed_attention`: check the arguments, choose a kernel, call it.
 
-Shape legend: T = tokens of the query row, Tk = of the key row (equal in self-attention),
+Shape legend: T, Tk = tokens of the query and the key row (equal in self-attention),
 H = num_heads, Hkv = num_kv_heads, D = head_dim.
 """
 
@@ -56,9 +56,9 @@ def packed_attention(
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: `[H]`, one logit per head that is added to the softmax's denominator.
         scale: factor on the scores, above 0; default `D ** -0.5`.
-        backend: a name in `flexvarlen.BACKENDS`, or "auto": the one that was fastest for
-            such calls in the records (see `flexvarlen.explain`); on the CPU `sdpa`, or
-            `reference` for what `sdpa` does not support.
+        backend: a name in `flexvarlen.BACKENDS`, or "auto": the backend that was fastest for such
+            calls in the records (see `flexvarlen.explain`); on the CPU `sdpa`, or `reference` if
+            `sdpa` does not support the call.
         deterministic: require a bitwise deterministic backward. None: use the environment
             variable FLEXVARLEN_DETERMINISTIC (1 or 0), read once per process; default 0.
         batch_invariant: require results that do not depend, bit for bit, on the other documents
@@ -73,7 +73,7 @@ def packed_attention(
         compiled graph on a GPU by a device-side assertion).
 
     Raises:
-        ValueError: tensors that do not match one another or the layout.
+        ValueError: the tensors do not match one another or the layout.
         NotImplementedError: the named backend does not support the call; the message says why and
             what to do. Only `reference` supports forward-mode AD (`torch.func.jvp`).
 
@@ -128,7 +128,7 @@ def packed_attention(
 
 
 def needs_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
-    """Whether a backward may follow."""
+    """Whether a backward pass may follow."""
     return torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -138,7 +138,7 @@ def needs_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bo
 
 
 def to_one_head_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zero-pad the smaller head_dim, that of q and k or that of v; results do not change."""
+    """Zero-pad q and k, or v, to the larger of their head_dims; results do not change."""
     missing = q.shape[-1] - v.shape[-1]
     if missing > 0:
         return q, k, pad(v, (0, missing))

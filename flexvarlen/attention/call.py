@@ -1,6 +1,6 @@
 """`AttentionCall`, the static arguments of one attention call, and the `Backend` protocol.
 
-Shape legend of all backends: T = tokens of the query row, Tk = of the key row (equal in
+Shape legend of all backends: T, Tk = tokens of the query and the key row (equal in
 self-attention), H = num_heads, Hkv = num_kv_heads, D = head_dim.
 """
 
@@ -24,7 +24,7 @@ class AttentionCall(NamedTuple):
     """The static arguments of a call: all except its tensors and documents. Used as a cache key.
 
     Attributes:
-        device, dtype: of the tensors.
+        device, dtype: device and dtype of the tensors.
         num_heads, num_kv_heads, head_dim: H, Hkv and D.
         spec: the kind of mask.
         scale: factor on the scores before the softmax.
@@ -85,10 +85,11 @@ def attention_call(
 
     Args:
         scale: None: `head_dim ** -0.5`.
-        deterministic, batch_invariant: None: of the environment.
+        deterministic, batch_invariant: None: use the environment variables.
 
     Raises:
-        ValueError: numbers that are not positive and finite, or heads that are no multiple.
+        ValueError: a number is not positive and finite, or num_heads is not a multiple of
+            num_kv_heads.
     """
     check_numbers(softcap, scale)
     check_heads(num_heads, num_kv_heads)
@@ -111,7 +112,7 @@ def attention_call(
 
 
 def is_past_int32(layout: PackedLayout, layout_k: PackedLayout, heads: int, head_dim: int) -> bool:
-    """`AttentionCall.past_int32` of calls on these rows."""
+    """The value of `AttentionCall.past_int32` for calls on these rows."""
     tokens = max(layout.total_tokens, layout_k.total_tokens)
     # A plain bool, also for dynamic sizes in a compiled graph.
     return True if tokens * heads * head_dim >= INT32_ELEMENTS else False  # noqa: SIM210

@@ -45,7 +45,7 @@ def check_tensors(
 ) -> None:
     """Raise ValueError unless these are tensors that match one another and both layouts.
 
-    v may have another head_dim. Reads shapes only, no values.
+    v may have another head_dim. Reads only shapes, no values.
     """
     for name, x in (("q", q_THD), ("k", k_THD), ("v", v_THD)):
         require_tensor(name, x)
@@ -101,7 +101,7 @@ def _raise_misfit(
         if x.dtype != q_THD.dtype:
             raise ValueError(
                 f"q, k and v must have one dtype, got {q_THD.dtype} and {x.dtype} for {name}; cast "
-                "one."
+                "one of them."
             )
     if k_THD.shape[:2] != v_THD.shape[:2] or k_THD.shape[2] != q_THD.shape[2]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Choose the backend of a call: the named one, if it can serve it, or the choice of "auto".
+"""Choose the backend of a call: the named backend, if it can serve the call, or that of "auto".
 
 Choices are cached for the life of the process.
 """
@@ -55,11 +55,11 @@ def choose(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
 def decision_for(
     call: AttentionCall, sizes: Sizes, mask: DocumentMask | None, *, compiled: bool = False
 ) -> Decision:
-    """What "auto" takes and why. A kernel that it has not checked on this machine is run once.
+    """What "auto" chooses and why; runs a kernel once if it was not checked on this machine.
 
     Args:
         call: the call.
-        sizes: of the mask's layouts; 0 where a compiled graph does not know one.
+        sizes: sizes of the mask's layouts; 0 for a size that a compiled graph does not know.
         mask: the documents of the call; None while a compiled graph is traced.
         compiled: whether the call is inside a compiled graph.
 
@@ -83,7 +83,7 @@ def decision_for(
 
 
 def forget_decisions() -> None:
-    """Choose anew at the next call of each kind, as measurements have changed."""
+    """Forget the choices of "auto", as measurements have changed."""
     _table.clear()
 
 
@@ -100,7 +100,7 @@ def _remember(key: tuple[object, ...], decision: Decision) -> None:
 
 
 def _require_usable(backend: str, call: AttentionCall, mask: DocumentMask | None) -> bool:
-    """Load and check the named backend's kernel, if need be; whether that needs no repetition.
+    """Load and check the named backend's kernel if needed; return whether the answer is final.
 
     Raises:
         NotImplementedError: it cannot serve the call.

@@ -1,4 +1,4 @@
-"""`explain`: which backend "auto" takes for a kind of call, and why; measured if asked for."""
+"""`explain`: which backend "auto" chooses for a kind of call, and why; measures on request."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class Candidate:
     """A backend as "auto" sees it for one kind of call.
 
     Attributes:
-        name: of the backend.
-        timing: of a call, on the host and on the device, if it was measured on this machine.
-        reason: one sentence why it was not, with its time in the nearest record; None if it was.
-        can: whether it can serve the call.
+        name: name of the backend.
+        timing: times of a call on the host and on the device, if measured on this machine.
+        reason: a sentence why it was not measured, with its time in the nearest record; None if it
+            was measured.
+        can: whether the backend can serve the call.
     """
 
     name: str
@@ -43,16 +44,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class BackendReport:
-    """What "auto" takes for a kind of call, and why; `str()` is a table.
+    """What "auto" chooses for a kind of call, and why; `str()` is a table.
 
     Attributes:
-        call: the kind of call in words.
-        layout: the documents in words.
-        chosen: the backend that "auto" takes for eager calls.
-        compiled: for calls inside a compiled graph.
+        call: description of the kind of call.
+        layout: description of the documents.
+        chosen: the backend that "auto" chooses for eager calls.
+        compiled: the backend that it chooses for calls inside a compiled graph.
         why: what decided: a measurement on this machine, the nearest record with its GPU, versions
             and commit, or the fixed order.
-        candidates: every backend: first those whose times are known, by device time.
+        candidates: all backends; first those with known times, ordered by device time.
     """
 
     call: str
@@ -75,7 +76,7 @@ class BackendReport:
         return "\n".join(lines)
 
     def sentence(self) -> str:
-        """What "auto" takes, and why."""
+        """A sentence that says what "auto" chooses, and why."""
         taken = self.chosen
         if self.compiled != self.chosen:
             taken += f", and {self.compiled} in a compiled graph"
@@ -83,7 +84,7 @@ class BackendReport:
 
 
 def milliseconds(timing: Timing) -> str:
-    """Median and, in parentheses, 20th and 80th percentile."""
+    """The median and, in parentheses, the 20th and 80th percentile."""
     return f"{timing.ms_p50:.3f} ({timing.ms_p20:.3f}–{timing.ms_p80:.3f})"
 
 
@@ -105,7 +106,7 @@ def explain(
     batch_invariant: bool | None = None,
     measure: bool = False,
 ) -> BackendReport:
-    """Explain what `backend="auto"` takes: the times of the kernels, and which record decides.
+    """Explain what `backend="auto"` chooses: the times of the kernels, and which record decides.
 
     With `measure=True` the kernels are timed here first, on these documents. The times are kept in
     a file and come before the table that ships with the package, for calls of this kind with about
@@ -114,20 +115,20 @@ def explain(
 
     Args:
         layout: the documents, on the device of the calls.
-        dtype, num_heads, num_kv_heads, head_dim, sinks: of the calls' tensors.
+        dtype, num_heads, num_kv_heads, head_dim, sinks: properties of the calls' tensors.
         causal, window, chunk, softcap, return_lse, deterministic, batch_invariant: as in
             `packed_attention`; calls with a prefix or `layout_k` cannot be measured.
         needs_grad: whether a backward follows and is timed too.
         measure: time every kernel that can serve the call, and check its results.
 
     Returns:
-        A `BackendReport`, to print or to read its fields. Without `measure` no kernel runs, so it
-        may name one that the first call finds to be wrong.
+        A `BackendReport`, to print or to read its fields. Without `measure` no kernel runs, so the
+        first call may reject the kernel that it names.
 
     Raises:
-        ValueError: a bad window, chunk, softcap or number of heads.
+        ValueError: a window, chunk, softcap or number of heads is invalid.
         NotImplementedError: no backend can serve the call.
-        RuntimeError: `measure` inside a backward or while a CUDA graph is captured.
+        RuntimeError: `measure` is used inside a backward or while a CUDA graph is captured.
 
     Measuring takes a few seconds, plus the time to load and compile each kernel; it syncs, and may
     raise torch's peak memory statistics. Nothing is timed on the CPU.

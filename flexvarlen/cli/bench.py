@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(
     no_args_is_help=True,
-    help="Benchmarks: records as JSON lines, and tables and figures made of them.",
+    help="Benchmarks: records as JSON lines, and tables and figures made from them.",
 )
 
 Files = Annotated[list[Path] | None, typer.Argument(help="JSON lines.", show_default=False)]
@@ -43,13 +43,13 @@ Files = Annotated[list[Path] | None, typer.Argument(help="JSON lines.", show_def
 
 @bench.command("list")
 def list_() -> None:
-    """The suites, and what each measures."""
+    """List the suites, and what each measures."""
     for name, entry in SUITES.items():
         console.print(f"{name:16} {entry.summary}", markup=False, highlight=False)
 
 
-def _run(names: Sequence[str], options: Options, asked: RunRequest, list_cases: bool) -> None:
-    """Measure suites one after another; what is measured is kept whatever comes later."""
+def _run(names: Sequence[str], options: Options, request: RunRequest, list_cases: bool) -> None:
+    """Measure suites one after another; results are kept even if a later suite fails."""
     from flexvarlen.recurrent.fla_configs import use_fla_configs_once_imported
     from flexvarlen.report.records import require_file
     from flexvarlen.runner.run import chosen_cases
@@ -59,16 +59,16 @@ def _run(names: Sequence[str], options: Options, asked: RunRequest, list_cases: 
 
     use_fla_configs_once_imported()
     read_documents(options.text or [])
-    found = chosen_cases([suite_of(name) for name in names], options, asked.cases)
+    found = chosen_cases([suite_of(name) for name in names], options, request.cases)
     if list_cases:
         for suite, cases in found.items():
             for case in cases:
                 console.print(f"{suite.name} {case.name}", markup=False, highlight=False)
         return
-    single = asked.out.suffix == ".jsonl"
+    single = request.out.suffix == ".jsonl"
     if len(names) > 1 and single:
         raise ValueError(
-            f"out must be a folder for several suites, got {str(asked.out)!r}; name a folder."
+            f"out must be a folder for several suites, got {str(request.out)!r}; pass a folder."
         )
     if len(names) > 1 and options.variants is not None:
         raise ValueError(
@@ -78,21 +78,21 @@ def _run(names: Sequence[str], options: Options, asked: RunRequest, list_cases: 
     for suite in found if options.text else ():
         if not suite.reads_text:
             raise ValueError(
-                f"text must be for a suite that packs texts, got {suite.name}; remove it."
+                f"text must be used with a suite that packs texts, got {suite.name}; remove it."
             )
     paths = {
-        suite: asked.out if single else asked.out / _file_name(suite.name, options)
+        suite: request.out if single else request.out / _file_name(suite.name, options)
         for suite in found
     }
     for path in paths.values():
         require_file(path)
     right, measured, begin = True, False, time.perf_counter()
     for suite, path in paths.items():
-        until_s = asked.until_s - (time.perf_counter() - begin)
+        until_s = request.until_s - (time.perf_counter() - begin)
         try:
-            records = _measure(suite, options, replace(asked, out=path, until_s=until_s))
+            records = _measure(suite, options, replace(request, out=path, until_s=until_s))
         except DeviceLost as lost:
-            said = f"{suite.name}: {lost}. What was measured is kept; run again to go on."
+            said = f"{suite.name}: {lost}. Results so far are kept; run again to continue."
             errors.print(said, style="red", markup=False, highlight=False)
             raise typer.Exit(FAILURE) from lost
         measured |= any(r.status in ("ok", "wrong") for r in records)
@@ -105,7 +105,7 @@ def _run(names: Sequence[str], options: Options, asked: RunRequest, list_cases: 
 
 
 def _file_name(suite: str, options: Options) -> str:
-    """Named by suite and GPU."""
+    """The name of a suite's file of records, with the GPU."""
     import torch
 
     if not options.on_gpu:
@@ -115,7 +115,7 @@ def _file_name(suite: str, options: Options) -> str:
 
 
 def _measure(suite: Suite[Any], options: Options, run: RunRequest) -> list[Record]:
-    """Run a suite and print its tables, of all cases in the file; the records asked for."""
+    """Run a suite, print the tables of all cases in the file, and return the requested records."""
     from flexvarlen.runner.run import records_held, records_of_run, run_suite
 
     with progress_bar(suite.name, left=True) as bar:
@@ -128,7 +128,7 @@ def _measure(suite: Suite[Any], options: Options, run: RunRequest) -> list[Recor
 
 
 def _print_markdown(text: str) -> None:
-    """Rendered on a terminal; as it stands in a pipe."""
+    """Print Markdown, rendered on a terminal and unchanged in a pipe."""
     from rich.markdown import Markdown
 
     if console.is_terminal:
@@ -143,19 +143,19 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
             Path,
             typer.Option(
                 "--out",
-                help="File of records (.jsonl), or a folder for SUITE-GPU.jsonl; what it holds is "
-                "not measured again.",
+                help="File of records (.jsonl), or a folder for SUITE-GPU.jsonl; recorded cases "
+                "are not measured again.",
             ),
         ] = Path("build/bench"),
         quick: Annotated[
-            bool, typer.Option("--quick", help="Small cases, to see that all works.")
+            bool, typer.Option("--quick", help="Small cases, to check that everything works.")
         ] = False,
         cases: Annotated[
             str | None,
             typer.Option(
                 "--cases",
                 metavar="REGEX",
-                help="Only cases whose name this finds.",
+                help="Only cases whose name matches this regular expression.",
                 show_default=False,
             ),
         ] = None,
@@ -178,7 +178,7 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
                 "--until",
                 min=0.0,
                 metavar="S",
-                help="Begin no case after S seconds.",
+                help="Do not start a case after S seconds.",
                 show_default=False,
             ),
         ] = math.inf,
@@ -204,8 +204,8 @@ def _add(name: str, summary: str, suites: Sequence[str]) -> None:
                 text=tuple(text) if text else None,
                 say=partial(console.print, markup=False, highlight=False),
             )
-            asked = RunRequest(out, cases, until, again, commit)
-            _run(suites, options, asked, list_)
+            request = RunRequest(out, cases, until, again, commit)
+            _run(suites, options, request, list_)
 
     run.__doc__ = summary
     bench.command(name=name)(run)
@@ -234,12 +234,12 @@ def report(
         Path | None,
         typer.Option(
             "--tables",
-            help="Folder for SUITE.md, all tables of a suite of which a page shows few lines.",
+            help="Folder for SUITE.md with all tables of a suite whose page shows few lines.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Tables and figures, from records alone."""
+    """Make tables and figures from records."""
     with one_line_errors(report):
         from flexvarlen.bench.report import report as rendered
 

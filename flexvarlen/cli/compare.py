@@ -43,7 +43,7 @@ def compare(
     ] = None,
     backend: Annotated[
         str,
-        typer.Option("--backend", help="all, or names with commas between; see flexvarlen doctor."),
+        typer.Option("--backend", help="all, or comma-separated names; see flexvarlen doctor."),
     ] = "all",
     tokens: RowTokens = None,
     text: Text = None,
@@ -73,7 +73,9 @@ def compare(
         quiet_transformers()
         where = device_of(device)
         what = dtype_of(dtype, where)
-        named = NamedModels(model or CPU_MODELS, text or [], where)  # all mistakes before any work
+        named = NamedModels(
+            model or CPU_MODELS, text or [], where
+        )  # mistakes raise before any work
         variant_names(backend, where)
         require_file(out / "records.jsonl")
         report, stopped = comparison.Report(()), False
@@ -110,7 +112,7 @@ def compare(
 
 def _print_report(report: Report, out: Path, stopped: bool) -> None:
     """Print tables, notes and sentences; write files, unless nothing was measured."""
-    written = f"Nothing was measured, and nothing written to {out}."
+    written = f"Nothing was measured or written to {out}."
     if report.measured:
         written = f"Written: {', '.join(map(str, [out / 'records.jsonl', *report.show(out)]))}"
         for table in report.tables(console.width):
@@ -119,7 +121,7 @@ def _print_report(report: Report, out: Path, stopped: bool) -> None:
     for line in (*report.notes(), written, ""):
         console.print(line, style="dim", markup=False, highlight=False)
     if stopped:
-        left = ": this is what was measured until then" if report.measured else ""
+        left = ": these are the results so far" if report.measured else ""
         console.print(f"Stopped by Ctrl-C{left}.", markup=False, highlight=False)
     if report.records:
         console.print(report.sentence(), markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""What the commands share: where they print, how they end, what their options mean."""
+"""Shared by the commands: output, exit codes and common options."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rich.console import Console
 if TYPE_CHECKING:
     import torch
 
-PLAIN_WIDTH = 140  # of a pipe or a file, which has room for whole tables
-PIPE_SECONDS = 10.0  # between two lines of progress, where the output is no terminal
+PLAIN_WIDTH = 140  # width of a pipe or a file, which has room for whole tables
+PIPE_SECONDS = 10.0  # between two lines of progress, if the output is not a terminal
 
 
 def console_of(*, stderr: bool = False) -> Console:
-    """As wide as its terminal; in a pipe as COLUMNS says, else `PLAIN_WIDTH`."""
+    """A console as wide as its terminal; in a pipe, of width COLUMNS, else `PLAIN_WIDTH`."""
     found = Console(stderr=stderr)
     columns = os.environ.get("COLUMNS", "")
     if not found.is_terminal and not (columns.isdigit() and int(columns)):
@@ -34,14 +34,14 @@ console, errors = console_of(), console_of(stderr=True)
 
 CPU_MODELS = ("llama", "qwen3", "qwen3_5_text")
 FINDING, FAILURE, STOPPED = 1, 2, 130
-"""Exit codes: a leak, a wrong result, a limit that is passed; bad usage, or what failed; Ctrl-C."""
+"""Exit codes: a leak, a wrong result or an exceeded limit; bad usage or a failure; Ctrl-C."""
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 """Short names of dtypes."""
 
 
 def parse_tokens(text: str | int) -> int:
-    """A number of tokens, "8k" is 8192.
+    """Parse a number of tokens; "8k" is 8192.
 
     >>> parse_tokens("8k"), parse_tokens("1000"), parse_tokens("1m")
     (8192, 1000, 1048576)
@@ -49,12 +49,12 @@ def parse_tokens(text: str | int) -> int:
     match = re.fullmatch(r"(\d+)([km]?)", str(text).strip().lower())
     found = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]] if match else 0
     if found < 2:
-        raise typer.BadParameter(f"must be at least 2 tokens, as 1000 or 8k, got {text!r}.")
+        raise typer.BadParameter(f"must be at least 2 tokens, such as 1000 or 8k, got {text!r}.")
     return found
 
 
 def names_in(text: str) -> list[str]:
-    """Names with commas between.
+    """Split comma-separated names.
 
     >>> names_in("sdpa, flex,")
     ['sdpa', 'flex']
@@ -81,14 +81,14 @@ Text = Annotated[
     list[Path] | None,
     typer.Option(
         "--text",
-        help="A text file of documents, form feeds between them; or .jsonl, an object a line with "
-        "text or messages (in the tokenizer's chat template, else their contents joined by "
+        help="A text file of documents separated by form feeds; or .jsonl, one object per line "
+        "with text or messages (in the tokenizer's chat template, else their contents joined by "
         "newlines). Repeatable. [default: Python's help topics]",
         show_default=False,
     ),
 ]
 Train = Annotated[
-    bool, typer.Option("--train/--no-train", help="Forward and backward, or forward alone.")
+    bool, typer.Option("--train/--no-train", help="Forward and backward, or only forward.")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Random seed.")]
 RowTokens = Annotated[
@@ -113,7 +113,7 @@ Commit = Annotated[
 
 @contextmanager
 def one_line_errors(command: Callable[..., None]) -> Iterator[None]:
-    """Every failure ends the command with one sentence and exit code 2, never with a traceback.
+    """End the command with one sentence and exit code 2 on any failure, never with a traceback.
 
     Args:
         command: the function of the command, whose parameters are its options.
@@ -135,9 +135,9 @@ def fail(sentence: str, error: Exception) -> None:
 
 
 def _as_option(text: str, options: Collection[str]) -> str:
-    """Name the option in place of the argument that a function complains of.
+    """Replace the name of an argument in an error message by the option's name.
 
-    An argument that takes several names is in the plural, its option may be in the singular.
+    An argument that takes several names is plural, its option may be singular.
 
     >>> _as_option("head_dim must be at least 1, got 0; raise it.", ["head_dim"])
     '--head-dim must be at least 1, got 0; raise it.'
@@ -154,7 +154,7 @@ def _as_option(text: str, options: Collection[str]) -> str:
 
 
 def quiet_transformers() -> None:
-    """No warnings and no bars of transformers beside ours."""
+    """Silence transformers' warnings and progress bars."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -162,7 +162,7 @@ def quiet_transformers() -> None:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of that name; None: a GPU if there is one. Raises a ValueError for others."""
+    """The device of that name; None: a GPU if available. Raises a ValueError for other names."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -170,12 +170,12 @@ def device_of(name: str | None) -> torch.device:
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ValueError(f"device must be cpu or cuda, got {name!r}; choose one.")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device must be one that torch sees, got {name}; run flexvarlen doctor.")
+        raise ValueError(f"device must be available to torch, got {name}; run flexvarlen doctor.")
     return torch.device(name or kind)
 
 
 def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
-    """The dtype of that name; None: the device's usual one. Raises a ValueError for others."""
+    """The dtype of that name; None: the device's default. Raises a ValueError for other names."""
     import torch
 
     if name is None:
@@ -192,13 +192,14 @@ def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
 def progress_bar(
     title: str = "", *, left: bool = False
 ) -> Iterator[Callable[[int, int, str], None]]:
-    """What shows the steps done, all steps, and what is being done.
+    """Return a function that shows the steps done, all steps, and the current step.
 
-    On a terminal one live line, gone in the end; elsewhere a line every 10 s, to standard error.
+    On a terminal, one live line that disappears at the end; elsewhere a line every 10 s, on
+    standard error.
 
     Args:
         title: what all steps belong to.
-        left: also tell about how long it will still take.
+        left: also show an estimate of the remaining time.
     """
     from rich import progress as rich_progress
     from rich.markup import escape
@@ -225,7 +226,7 @@ def progress_bar(
     ]
     if left:
         columns += [rich_progress.TextColumn("left"), rich_progress.TimeRemainingColumn()]
-    # Cases take minutes: the speed is that of the whole run.
+    # Cases take minutes: the speed is averaged over the whole run.
     bar = rich_progress.Progress(
         *columns, console=console, transient=True, speed_estimate_period=86_400
     )

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 def doctor(
     install: Annotated[
         bool,
-        typer.Option("--install", help="Get the best kernel for this machine, from the Hub."),
+        typer.Option("--install", help="Download the best kernel for this machine from the Hub."),
     ] = False,
 ) -> None:
-    """Say what is best on this machine and how to get it, and what every backend can do.
+    """Show the best backend for this machine and how to get it, and what every backend supports.
 
-    The first lines say what auto takes, which kernel is the best, and the command that gets it.
+    The first lines say what auto chooses, which kernel is best, and the command that installs it.
     """
     with one_line_errors(doctor):
         import torch
@@ -67,7 +67,7 @@ def doctor(
 
 
 def _print_backends(states: list[BackendState], on_gpu: bool) -> None:
-    """A line for each backend; on a CPU one for all that need a GPU."""
+    """Print a line for each backend; on a CPU, one line for all backends that need a GPU."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False)

@@ -47,7 +47,7 @@ Dtypes = Annotated[
     str | None,
     typer.Option(
         "--dtype",
-        help="float32, bfloat16 or float16, or several with commas between. [default: float32, "
+        help="float32, bfloat16 or float16, or several, comma-separated. [default: float32, "
         "bfloat16 on a GPU]",
         show_default=False,
     ),
@@ -56,7 +56,7 @@ Backends = Annotated[
     str,
     typer.Option(
         "--backend",
-        help="all, or names with commas between. On a CPU all leaves out slow compilers.",
+        help="all, or comma-separated names. On a CPU all excludes slow compilers.",
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", help="Folder for records.jsonl and report.md.")]
@@ -66,7 +66,7 @@ FailAbove = Annotated[
         "--fail-above",
         metavar="MEASURE=VALUE",
         help="End with exit code 1 if a measure is larger in any record; MEASURE is a name as in "
-        "the records, or the end of several (relative, max_abs). Repeatable.",
+        "the records, or a suffix of several (relative, max_abs). Repeatable.",
         show_default=False,
     ),
 ]
@@ -85,7 +85,7 @@ def op(
         str,
         typer.Option(
             "--comparisons",
-            help="all, or of exact, batch-serial, run-run, backend-backend.",
+            help="all, or exact, batch-serial, run-run, backend-backend.",
         ),
     ] = "all",
     dtype: Dtypes = None,
@@ -99,7 +99,7 @@ def op(
 ) -> None:
     """Compare attention alone: batch with serial, backend with backend, each with float64.
 
-    A finding is an error above the acceptance rule, or above a limit of yours.
+    A finding is an error above the acceptance rule, or a measure above your own limit.
     """
     with one_line_errors(op):
         from flexvarlen.verify.experiment.operator import OperatorDrift, backend_variants
@@ -128,7 +128,7 @@ def model_command(
         str,
         typer.Option(
             "--comparisons",
-            help="all, or of packed-alone, packed-padded, backend-backend, eager-compiled, dtype.",
+            help="all, or packed-alone, packed-padded, backend-backend, eager-compiled, dtype.",
         ),
     ] = "all",
     dtype: Dtypes = None,
@@ -143,7 +143,7 @@ def model_command(
     """Compare a model on one batch: packed with alone and padded, backends, dtypes, compiled.
 
     A finding is a backend of flexvarlen that fails, or is off from each document alone in float64
-    by more than the acceptance rule allows; or a measure above a limit of yours.
+    by more than the acceptance rule allows; or a measure above your own limit.
     """
     with one_line_errors(model_command):
         from flexvarlen.verify.compare.pairs import ModelDrift, cases_of
@@ -205,7 +205,7 @@ def _run(
     commit: str | None,
     fail_above: Sequence[str] | None,
 ) -> None:
-    """Measure what the folder does not hold yet; print the table and the findings.
+    """Measure cases that the folder lacks; print the table and the findings.
 
     Raises:
         typer.Exit: with code 1 if there is a finding, 2 if the run failed or nothing was compared.
@@ -223,7 +223,7 @@ def _run(
             ended = run_suite(suite, options, run, show)
         options.say(f"{suite.name}: {ended.counts}. Records in {run.out}.")
     except DeviceLost as error:
-        lost = f"{error}. What was measured is kept; run again to go on without it."
+        lost = f"{error}. Results so far are kept; run again to continue without it."
     report = DriftReport(tuple(records_of_run(suite, options, run)))
     findings = report.broken_limits(limits)
     report.save(out / "report.md")

@@ -1,4 +1,4 @@
-"""The best kernel for this machine that has to be installed: is it here, and how to get it."""
+"""The best kernel for this machine: whether it is installed, and how to install it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Best:
     """The fastest backend that can train on a machine, among those that have to be installed.
 
     Attributes:
-        name: of the backend.
-        reason: why it cannot be used yet; None: it is here.
+        name: name of the backend.
+        reason: why it cannot be used yet; None: it is installed.
     """
 
     name: str
     reason: str | None
 
     def sentences(self) -> list[str]:
-        """What is best here, and the one command to get it."""
+        """The best backend here, and the command that installs it."""
         if self.reason is None:
             origin = hub.origin(self.name) or "an installed package"
             return [f"The best kernel for this machine is ready: {self.name}, from {origin}."]
@@ -51,12 +51,12 @@ class Best:
 
     @property
     def can_be_installed(self) -> bool:
-        """Whether `--install` can get it: not where LOCAL_KERNELS names what does not load."""
+        """Whether `--install` can download it; not if LOCAL_KERNELS names a copy that fails."""
         return self.reason is not None and hub.DOCTOR in self.reason
 
 
 def best(device: torch.device) -> Best | None:
-    """The best backend for the device's machine; None where torch's own kernels are the best."""
+    """The best backend for the device's machine; None if torch's own kernels are the best."""
     machine = machines.machine_of(device)
     for name in _BEST_FIRST:
         row = machines.row_of(name, machine)
@@ -66,7 +66,7 @@ def best(device: torch.device) -> Best | None:
 
 
 def advice(device: torch.device) -> list[str]:
-    """What is best on the device's machine and how to get it, in a few sentences."""
+    """A few sentences on the best backend for the device's machine and how to install it."""
     found = best(device)
     if found is None:
         return [f"Nothing to install: torch's own kernels are the best on {device.type}."]
@@ -74,7 +74,7 @@ def advice(device: torch.device) -> list[str]:
 
 
 def install(device: torch.device) -> list[str]:
-    """Install `kernels` if need be, download the best kernel from the Hub, and return `advice`.
+    """Install `kernels` if needed, download the best kernel from the Hub, and return `advice`.
 
     Raises:
         OSError: HF_HUB_OFFLINE is set, or pip failed.
@@ -97,7 +97,7 @@ def install(device: torch.device) -> list[str]:
             raise OSError(
                 f"pip could not install {hub.requirement(name)}; see above. If there is no such "
                 "version, run pip install '.[kernels]' in flexvarlen's checkout, which also "
-                "changes transformers to a release that fits."
+                "installs a compatible release of transformers."
             )
         invalidate_caches()
     hub.download(name)

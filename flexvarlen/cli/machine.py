@@ -26,7 +26,7 @@ from flexvarlen.recurrent.fla_configs import (
 from flexvarlen.recurrent.fla_kernels.check import noted
 
 HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-"""The call that backends are asked about: the attention of Llama-3.1-8B."""
+"""The call for which backends are checked: the attention of Llama-3.1-8B."""
 
 TYPICAL_ROWS = ((8_192, 512), (32_768, 2_048))
 """Tokens of a row and the mean length of its documents, for which kernels are timed."""
@@ -42,11 +42,11 @@ class BackendState:
     """What a backend can do here.
 
     Attributes:
-        name: of the backend.
+        name: name of the backend.
         implementation: its `attn_implementation` name in transformers, or "none".
         can: "train and run", "run only" or "nothing".
-        head_dims: those that it takes on such a machine; "" where it cannot run at all.
-        reason: one sentence why not more, and what to do, or None.
+        head_dims: head dims that it supports on such a machine; "" if it cannot run at all.
+        reason: a sentence on what it cannot do, and what to do instead, or None.
     """
 
     name: str
@@ -57,12 +57,12 @@ class BackendState:
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether it can do nothing for want of a CUDA device."""
+        """Whether it can do nothing because there is no CUDA device."""
         return self.can == "nothing" and "CUDA" in (self.reason or "")
 
 
 def backend_states(device: torch.device | str, dtype: torch.dtype) -> list[BackendState]:
-    """Every backend, and what it can do on a device in a dtype."""
+    """The state of every backend on a device, in a dtype."""
     implementations = {backend: name for name, backend in reversed(IMPLEMENTATIONS.items())}
     states = []
     for name in BACKENDS:
@@ -77,7 +77,7 @@ def backend_states(device: torch.device | str, dtype: torch.dtype) -> list[Backe
 
 
 def not_tried(device: torch.device | str) -> str | None:
-    """A sentence for machines that flexvarlen's own tests do not run on; None on the others."""
+    """A sentence for machines on which flexvarlen's tests have not run; None on others."""
     if machine_of(torch.device(device)).is_tried:
         return None
     return (
@@ -87,7 +87,7 @@ def not_tried(device: torch.device | str) -> str | None:
 
 
 def version_problems() -> list[str]:
-    """One sentence for each dependency that is missing or outside the range that is supported."""
+    """One sentence for each dependency that is missing or outside the supported range."""
     try:
         requirements = requires("flexvarlen") or []
     except PackageNotFoundError:  # a checkout on the path
@@ -115,11 +115,11 @@ PACKAGES = (
     *("fla-core", "mamba-ssm"),  # kernels of recurrent layers
     "kernels",
 )
-"""Packages that models are trained with."""
+"""Packages used in training."""
 
 
 def facts(device: torch.device | str) -> dict[str, str]:
-    """Hardware and versions; first those of the training stack."""
+    """Hardware and versions; first the versions of the training stack."""
     found = environment(device)
     kernels = ("triton", "flash_attn", "flash_attn_3", "flash_attn_4")
     first = {"flexvarlen": found["flexvarlen"], "torch": found["torch"]}
@@ -129,7 +129,7 @@ def facts(device: torch.device | str) -> dict[str, str]:
 
 
 def fla_configs() -> str | None:
-    """Where fla's kernels get their configurations; None where it is not installed."""
+    """A sentence on the configurations of fla's kernels; None if fla is not installed."""
     if _version("fla-core") is None:
         return None
     if fla_configs_are_wanted():
@@ -150,28 +150,28 @@ def _version(package: str) -> str | None:
 
 
 def chosen_by_auto(device: torch.device | str, dtype: torch.dtype) -> str:
-    """What "auto" takes for training on a typical row; no kernel runs."""
+    """What "auto" chooses for training on a typical row; no kernel runs."""
     tokens, mean = TYPICAL_ROWS[0]
     layout = PackedLayout.from_lengths(log_normal_lengths(tokens, mean), device=device)
     return explain(layout, dtype=dtype, **HEADS).sentence()
 
 
 def checked_scans(device: torch.device | str) -> str | None:
-    """Which of fla's scans were found right on this machine; None where fla cannot run."""
+    """Which of fla's scans passed the check on this machine; None if fla cannot run."""
     device = torch.device(device)
     if fla_kernels.why_not(torch.empty(0, device=device, dtype=torch.bfloat16)) is not None:
         return None
     found = noted(device)
     if not found:
-        return "fla's scans are checked at their first use, on this machine none so far."
+        return "fla's scans are checked at their first use; on this machine, none has run yet."
     return f"fla's scans that passed the check on this machine: {'; '.join(found)}."
 
 
 def parse_heads(text: str) -> tuple[int, int]:
-    """Query and KV heads, written as "32/8".
+    """Parse query and KV heads, written as "32/8".
 
     Raises:
-        ValueError: anything else, or query heads that are no multiple of the KV heads.
+        ValueError: the text has another form, or query heads are not a multiple of KV heads.
 
     >>> parse_heads("32/8")
     (32, 8)
@@ -190,7 +190,7 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 
 def log_normal_lengths(tokens: int, mean: int, seed: int = 0) -> list[int]:
-    """Lengths of documents as texts have them (sigma 1) that fill a row of `tokens` tokens.
+    """Log-normal document lengths, as in texts (sigma 1), that fill a row of `tokens` tokens.
 
     >>> sum(log_normal_lengths(1000, 100))
     1000
@@ -216,7 +216,7 @@ def measured(
     num_kv_heads: int,
     head_dim: int,
 ) -> Iterator[BackendReport]:
-    """Time the kernels for training and for running, on one row or, not given one, typical ones."""
+    """Time the kernels for training and inference, on one row or, by default, on typical rows."""
     rows: tuple[tuple[int, int], ...] = TYPICAL_ROWS
     if tokens is not None or mean is not None:
         row_tokens = tokens or TYPICAL_ROWS[0][0]

@@ -36,7 +36,7 @@ def tune(
     heads: Annotated[str, typer.Option("--heads", help="Query heads/KV heads.")] = "32/8",
     head_dim: Annotated[int, typer.Option("--head-dim", min=1, help="Of a head.")] = 128,
 ) -> None:
-    """Time the backends on this GPU, to train and to run; auto keeps to what is measured."""
+    """Time the backends on this GPU, for training and inference; auto then uses these times."""
     with one_line_errors(tune):
         import torch
 
@@ -48,10 +48,10 @@ def tune(
         device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
         if device not in CANDIDATES:
             raise ValueError(
-                "tune times the kernels of a CUDA device, and found none; on a CPU auto takes sdpa."
+                "tune times the kernels of a CUDA device, but found none; on a CPU auto uses sdpa."
             )
-        asked = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        for found in measured(device, dtype, tokens=tokens, mean=mean, **asked):
+        heads_of_call = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for found in measured(device, dtype, tokens=tokens, mean=mean, **heads_of_call):
             _print_report(found)
 
 

@@ -35,8 +35,8 @@ def verify(
         str,
         typer.Option(
             "--backend",
-            help="Backend to patch the model with; transformers:NAME leaves it to that attention "
-            "of transformers.",
+            help="Backend to patch the model with; transformers:NAME leaves the model unpatched, "
+            "with that attention of transformers.",
         ),
     ] = "auto",
     unpatched: Annotated[
@@ -59,7 +59,7 @@ def verify(
         ),
     ] = "position_ids",
     lengths: Annotated[
-        str, typer.Option("--lengths", help="Tokens of each document, with commas between.")
+        str, typer.Option("--lengths", help="Tokens of each document, comma-separated.")
     ] = "5,70,98,1,30,52",
     train: Annotated[bool, typer.Option("--train/--eval", help="Mode of the model.")] = False,
     dtype: Dtype = None,
@@ -69,7 +69,7 @@ def verify(
 ) -> None:
     """Check that no bit of a document reaches another: outputs of every layer, logits, gradients.
 
-    Ends with exit code 1 if one does, and says which documents, which layer and which module.
+    Ends with exit code 1 on a leak, and names the documents, the layer and the module.
     """
     with one_line_errors(verify):
         from flexvarlen.attention.backends.registry import get_backend, our_name
@@ -92,7 +92,7 @@ def verify(
         require_form(form, attention)
         documents = parse_lengths(lengths)
         names = model or list(CPU_MODELS)
-        for name in names:  # all mistakes before any work
+        for name in names:  # reports mistakes before any work
             checked_model(name, patched=not attention.startswith(THEIRS))
         answers: list[Answer] = []
         try:
@@ -108,7 +108,7 @@ def verify(
                     dtype=what,
                 )
                 answers.append(answer)
-        finally:  # a leak that was found is shown, also if a later model fails
+        finally:  # show leaks that were found even if a later model fails
             if as_json:
                 typer.echo(json.dumps([answer.as_dict() for answer in answers], indent=2))
             elif answers:

@@ -112,8 +112,8 @@ def _check_ends(tokens: tuple[int, int], block_size: tuple[int, int]) -> None:
     for name, total, block in zip(("query", "key"), tokens, block_size, strict=True):
         if total % block:
             raise ValueError(
-                f"the {name} row must be a multiple of block_size={block} tokens long, or no "
-                f"multiple of {_TILE}, got {total}: FlexAttention's kernels would read past its "
+                f"the {name} row's length must be a multiple of block_size={block} tokens, or not "
+                f"a multiple of {_TILE}, got {total}: FlexAttention's kernels would read past its "
                 f"end; pad the row to {-(-total // block) * block} tokens, or pass "
                 f"block_size={_TILE}."
             )

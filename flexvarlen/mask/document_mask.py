@@ -49,12 +49,12 @@ class DocumentMask:
 
     Attributes:
         layout: the documents of the queries.
-        layout_k: those of the keys; `layout` in self-attention.
+        layout_k: the documents of the keys; `layout` in self-attention.
         spec: the kind of mask.
         prefix: int32 `[capacity]`, tokens of each document's prefix, or None.
 
     Raises:
-        ValueError: a spec with `cross` but no `layout_k`, with `prefix` but no prefix, with `tree`
+        ValueError: the spec has `cross` but there is no `layout_k`, `prefix` but no prefix, `tree`
             but no trees, or the other way round.
     """
 
@@ -69,11 +69,11 @@ class DocumentMask:
         cross = layout_k is not None
         if spec.tree != (layout.segments is not None):
             raise ValueError(
-                f"{spec} does not go with {layout}; make the mask with DocumentMask.of()."
+                f"{spec} does not match {layout}; make the mask with DocumentMask.of()."
             )
         if (spec.cross, spec.prefix) != (cross, prefix is not None):
             raise ValueError(
-                f"{spec} does not go with {'a' if cross else 'no'} layout_k and "
+                f"{spec} does not match {'a' if cross else 'no'} layout_k and "
                 f"{'no' if prefix is None else 'a'} prefix; make the mask with DocumentMask.of()."
             )
         self.layout = layout
@@ -96,17 +96,17 @@ class DocumentMask:
         """Build the intersection of all the given masks, inside each document.
 
         Args:
-            layout: the documents. Of trees a query sees its path alone, along which a window and
-                chunks count.
-            causal: no key after the query (but those of the prefix).
+            layout: the documents. In trees a query only sees its path, along which a window and
+                chunks are counted.
+            causal: no key after the query (except keys of the prefix).
             window: an int W keeps |q - kv| < W (transformers' meaning); a pair `(left, right)`
                 counts keys on each side (FlashAttention's meaning), -1 for no limit.
             chunk: keys in the query's own chunk of N tokens, counted from the start of the
                 document (Llama 4).
             prefix: tokens at the start of each document that all its queries see (prefix-LM): one
-                number, one a document, or an int32 tensor `[capacity]` on the layout's device,
+                number, one per document, or an int32 tensor `[capacity]` on the layout's device,
                 which is never read back. (In a compiled graph numbers are constants: pass a tensor
-                where they change.)
+                if they change.)
             layout_k: the documents of the keys, for cross-attention: document i attends to document
                 i of these. Default: self-attention.
             align: with `layout_k`, where the diagonal of `causal`, `window` and `chunk` lies: the
@@ -115,7 +115,8 @@ class DocumentMask:
 
         Raises:
             ValueError: an invalid window, chunk or prefix, or layouts that do not match.
-            NotImplementedError: trees with a mask that is not causal, a prefix or `layout_k`.
+            NotImplementedError: documents are trees, and the mask is not causal, or has a prefix or
+                `layout_k`.
 
         No sync; traces under `fullgraph=True`.
 
@@ -128,8 +129,8 @@ class DocumentMask:
         require_layout("layout", layout)
         if layout_k is None and layout.shard.exchanges_keys:
             raise ValueError(
-                "layout must be of whole documents, got one rank's shard of a row with cut "
-                "ones; call flexvarlen.parallel.documents.documents_attention."
+                "layout must describe whole documents, got one rank's shard of a row that "
+                "splits documents; call flexvarlen.parallel.documents.documents_attention."
             )
         if layout_k is None and prefix is None and not isinstance(window, tuple | list):
             spec = _plain_spec(causal, window, chunk, align)
@@ -151,7 +152,7 @@ class DocumentMask:
         prefixes = None if prefix is None else _prefixes(prefix, layout)
         return cls(layout, spec, layout_k=layout_k, prefix=prefixes if spec.prefix else None)
 
-    # ---- what it is made of ----
+    # ---- bounds and tables ----
 
     @property
     def inputs(self) -> MaskInputs:
@@ -198,13 +199,13 @@ class DocumentMask:
             return Tables._make(build_tables_operator(*self.inputs, *sizes))
         return Tables._make(build_tables(self.inputs, *sizes))
 
-    # ---- looking at it; each of these reads the device back ----
+    # ---- inspection; each of these reads from the device ----
 
     def to_dense(self) -> Tensor:
         """bool `[Tq, Tk]`, True where the query sees the key. For debugging on small rows.
 
         Raises:
-            ValueError: more than 2³⁰ pairs (1 GiB).
+            ValueError: there are more than 2³⁰ pairs (1 GiB).
         """
         pairs = self.layout.total_tokens * self.layout_k.total_tokens
         if pairs > _MOST_DENSE_PAIRS:
@@ -215,7 +216,7 @@ class DocumentMask:
         return self.dense()
 
     def num_pairs(self) -> int:
-        """Pairs of a query and a key that it keeps. Syncs."""
+        """Number of visible pairs of a query and a key. Syncs."""
         lo, hi = self.bounds()
         if self.spec.tree:
             _, position, first = tree_bounds(self.inputs)
@@ -224,7 +225,7 @@ class DocumentMask:
         return int((hi - lo).clamp(min=0).sum(dtype=torch.int64))
 
     def num_blocks(self, block_size: int | tuple[int, int] = DEFAULT_BLOCK_SIZE) -> BlockCounts:
-        """How many blocks a kernel visits under it. Syncs.
+        """Number of blocks that a kernel visits under this mask. Syncs.
 
         >>> DocumentMask.of(PackedLayout.from_lengths([256, 256])).num_blocks()
         BlockCounts(partial=4, full=2, total=16)
@@ -238,15 +239,15 @@ class DocumentMask:
         )
 
     def sparsity(self, block_size: int | tuple[int, int] = DEFAULT_BLOCK_SIZE) -> float:
-        """The share of blocks that no kernel visits, in percent, as `BlockMask.sparsity`. Syncs."""
+        """Percentage of blocks that no kernel visits, as `BlockMask.sparsity`. Syncs."""
         partial, full, total = self.num_blocks(block_size)
         return 100.0 * (1 - (partial + full) / total) if total else 100.0
 
     def flops(self, head_dim: int, num_heads: int, *, backward: bool = False) -> int:
-        """Floating-point operations of attention under it: unmasked work only. Syncs.
+        """Floating-point operations of attention under this mask: unmasked work only. Syncs.
 
-        Two matrix products forward, 4 · pairs · head_dim · num_heads, and 2.5 times that backward,
-        as FlashAttention counts.
+        Two matrix products in the forward, 4 · pairs · head_dim · num_heads, and 2.5 times that in
+        the backward, as FlashAttention counts.
 
         >>> DocumentMask.of(PackedLayout.from_lengths([2, 1])).flops(head_dim=8, num_heads=2)
         256
@@ -322,7 +323,7 @@ def _check_pair(layout: PackedLayout, layout_k: PackedLayout) -> None:
     if None not in counts and counts[0] != counts[1]:
         raise ValueError(
             f"layout_k must have as many documents as the layout, {counts[0]}, got {counts[1]}; "
-            "give an empty document (length 0) where one has no keys."
+            "add an empty document (length 0) for each document without keys."
         )
     if layout_k.capacity != layout.capacity:
         raise ValueError(
@@ -336,7 +337,7 @@ def _prefixes(prefix: Prefix, layout: PackedLayout) -> Tensor:
     if isinstance(prefix, Tensor):
         if prefix.dtype != torch.int32 or prefix.shape != (layout.capacity,):
             raise ValueError(
-                f"prefix must be an int32 tensor [{layout.capacity}] (one value a slot of the "
+                f"prefix must be an int32 tensor [{layout.capacity}] (one value per slot of the "
                 f"layout), got {prefix.dtype} {tuple(prefix.shape)}; pad it with zeros."
             )
         if prefix.device != layout.device:
@@ -350,7 +351,7 @@ def _prefixes(prefix: Prefix, layout: PackedLayout) -> Tensor:
     if one is None and layout.num_docs is not None and len(values) != layout.num_docs:
         raise ValueError(
             f"prefix must have one value for each of the {layout.num_docs} documents, got "
-            f"{len(values)}; pass 0 for a document without one."
+            f"{len(values)}; pass 0 for a document without a prefix."
         )
     for value in values:
         if not 0 <= value < 2**31:

@@ -53,8 +53,8 @@ def save_picture(mask: Drawn, path: Path, block_size: int | tuple[int, int] | No
         The path.
 
     Raises:
-        ValueError: another ending, a row without tokens, a bad block size, or one that makes more
-            than 8192 blocks a side.
+        ValueError: the path does not end in .png, a row has no tokens, or the block size is invalid
+            or makes more than 8192 blocks a side.
     """
     if path.suffix.lower() != ".png":
         raise ValueError(f"path must end in .png, got {path.name!r}; only PNGs are written.")
@@ -69,7 +69,7 @@ def save_picture(mask: Drawn, path: Path, block_size: int | tuple[int, int] | No
     if most > MOST_BLOCKS_A_SIDE:
         raise ValueError(
             f"block_size must leave at most {MOST_BLOCKS_A_SIDE} blocks a side, got {blocks} for "
-            f"{most} blocks; pass a larger one, or None to have one chosen."
+            f"{most} blocks; pass a larger block_size, or None to choose it automatically."
         )
     figure = _figure(mask, blocks)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,9 +31,9 @@ class MaskSpec:
             has right = 0.
         chunk: p and k lie in the same chunk of this many tokens; 0: no chunks.
         prefix: each document has a prefix, which all its queries see.
-        cross: the keys have a layout of their own.
+        cross: the keys have a separate layout.
         tree: documents are trees: a query sees the keys of its path, along which windows and chunks
-            count.
+            are counted.
         top_left: with `cross`, the first query is aligned with the first key; otherwise, or where
             no limit depends on it, the last query with the last key (bottom-right, as in
             FlashAttention).
@@ -61,7 +61,7 @@ class MaskSpec:
                 f"{self!r}; pack each path as a document."
             )
         if self.top_left and not self.cross:
-            raise ValueError("a MaskSpec has top_left with cross only; make it with MaskSpec.of().")
+            raise ValueError("a MaskSpec has top_left only with cross; make it with MaskSpec.of().")
 
     @classmethod
     def of(
@@ -83,8 +83,8 @@ class MaskSpec:
             chunk: only keys of the query's own chunk of this many tokens, counted from the start of
                 the document (Llama 4).
             prefix: whether documents have prefixes.
-            cross: whether the keys have a layout of their own.
-            align: where the diagonal of such documents lies.
+            cross: whether the keys have a separate layout.
+            align: with `cross`, where the diagonal lies.
 
         Raises:
             ValueError: `causal` is not a bool, W or chunk is below 1, a pair has a value below -1,
@@ -99,7 +99,8 @@ class MaskSpec:
         tokens = 0 if chunk is None else to_int_or_none(chunk)
         if tokens is None or (chunk is not None and tokens < 1):
             raise ValueError(
-                f"chunk must be an integer of at least 1 token, got {chunk!r}; pass None for none."
+                f"chunk must be an integer of at least 1 token, got {chunk!r}; pass None for no "
+                "chunks."
             )
         if align not in ("bottom_right", "top_left"):
             raise ValueError(
@@ -130,7 +131,7 @@ class MaskSpec:
         """The same mask where documents are trees.
 
         Raises:
-            NotImplementedError: the mask is not causal, or has prefixes or other keys.
+            NotImplementedError: the mask is not causal, or has prefixes or separate keys.
         """
         return replace(self, tree=True)
 

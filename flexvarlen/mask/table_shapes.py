@@ -56,8 +56,8 @@ def table_widths(
     """Columns needed for any documents of up to `longest` (query, key) tokens."""
     (block_q, block_k), (longest_q, longest_k) = block_size, longest
     num_q, num_k = (-(-t // b) for t, b in zip(total_tokens, block_size, strict=True))
-    # How far a query can see on each side: limited by its window, chunk and document. In a tree
-    # the siblings that lie between are in no window.
+    # How far a query can see on each side: limited by its window, chunk and document. In a tree,
+    # siblings in between are not part of a window.
     chunk, left = (0, UNLIMITED) if mask.tree else (mask.chunk, mask.left)
     furthest = max(longest) - 1 if chunk == 0 else min(max(longest), chunk) - 1
     before = furthest if left == UNLIMITED else min(left, furthest)
@@ -96,7 +96,7 @@ def block_pair(block_size: int | tuple[int, int]) -> tuple[int, int]:
     pair = [n for n in map(to_int_or_none, given) if n is not None and n >= 1]
     if len(pair) != 2 or len(given) != 2:
         raise ValueError(
-            "block_size must be at least 1 token, or a pair (query, key) of such, got "
-            f"{block_size}; FlexAttention's default is 128."
+            "block_size must be an integer of at least 1, or a pair (query, key) of such "
+            f"integers, got {block_size}; FlexAttention's default is 128."
         )
     return pair[0], pair[1]

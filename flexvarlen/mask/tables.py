@@ -26,7 +26,7 @@ from flexvarlen.mask.vectors import SCHEMA, MaskInputs, key_bounds, query_bounds
 def build_tables(
     given: MaskInputs, block_size: list[int], width: list[int], one_storage: bool = True
 ) -> list[Tensor]:
-    """`Tables`, as a list.
+    """Build `Tables`, as a list.
 
     Args:
         given: the mask.
@@ -90,7 +90,7 @@ def _list_blocks(
     first = torch.where(any_sees, next_lo[top] // other_block, 0)
     end = torch.where(any_sees, -(-last_hi[bottom] // other_block), 0)
 
-    # Full blocks: seen whole by all rows of the block. An incomplete last block has none, as in
+    # Full blocks: all rows of the block see all of them. An incomplete last block has none, as in
     # create_block_mask.
     full_first = -(-lo[bottom] // other_block)
     kept = (hi[top] // other_block - full_first).clamp(min=0)

@@ -1,4 +1,4 @@
-"""The tables of a BlockMask over trees, from the extremes of each block.
+"""Compute the tables of a BlockMask over trees from the extremes of each block.
 
 In a row of trees the keys that a query sees are not contiguous. A block is listed unless the
 minimum and maximum of its tokens rule out every pair; it may turn out empty, and the mask_mod then
@@ -40,10 +40,10 @@ def build_tree_tables(
 
 
 def query_extremes(lo: Tensor, hi: Tensor, first: Tensor, block: int) -> Tensor:
-    """int32 `[7, NQ]`: of the queries of each block that see anything, for `visible_blocks`.
+    """Extremes of each block's queries that see any key, for `visible_blocks`: int32 `[7, NQ]`.
 
-    First and last query, least and largest lo, least and largest first position, and whether the
-    block is complete and each of its queries sees a key. An incomplete last block has no full
+    First and last query, smallest and largest lo, smallest and largest first position, and whether
+    the block is complete and each of its queries sees a key. An incomplete last block has no full
     blocks, as in create_block_mask.
     """
     tokens = torch.arange(len(lo), device=lo.device, dtype=torch.int32)
@@ -54,10 +54,10 @@ def query_extremes(lo: Tensor, hi: Tensor, first: Tensor, block: int) -> Tensor:
 
 
 def key_extremes(bounds: TreeBounds, block: int) -> Tensor:
-    """int32 `[7, NK]`: of the keys of each block, for `visible_blocks`.
+    """Extremes of each block's keys, for `visible_blocks`: int32 `[7, NK]`.
 
-    First and last key, least and largest end, least and largest position, and whether the block is
-    complete.
+    First and last key, smallest and largest end, smallest and largest position, and whether the
+    block is complete.
     """
     tokens = torch.arange(len(bounds.end), device=bounds.end.device, dtype=torch.int32)
     rows = [
@@ -76,7 +76,7 @@ def visible_blocks(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """
     q_first, q_last, lo_least, lo_most, first_least, first_most, whole = queries
     k_first, k_last, end_least, end_most, position_least, position_most, complete = keys
-    # A block without queries that see anything has a last one of -1.
+    # In a block whose queries see nothing, the last query is -1.
     touched = (k_first <= q_last) & (end_most > q_first)
     touched &= (k_last >= lo_least) & (position_most >= first_least)
     full = (k_last <= q_first) & (end_least > q_last)
@@ -95,7 +95,7 @@ def _in_blocks(x: Tensor, block: int, fill: int) -> Tensor:
 
 
 def _least(x: Tensor, block: int, among: Tensor | None = None) -> Tensor:
-    """The least value in each block, among the flagged tokens; int32's largest of none."""
+    """The smallest value of each block's flagged tokens; int32's largest if there are none."""
     most = int(torch.iinfo(torch.int32).max)
     if among is not None:
         x = x.masked_fill(~among, most)
@@ -103,7 +103,7 @@ def _least(x: Tensor, block: int, among: Tensor | None = None) -> Tensor:
 
 
 def _most(x: Tensor, block: int, among: Tensor | None = None) -> Tensor:
-    """The largest value in each block, among the flagged tokens; -1 of none."""
+    """The largest value of each block's flagged tokens; -1 if there are none."""
     if among is not None:
         x = x.masked_fill(~among, -1)
     return _in_blocks(x, block, -1).amax(1)

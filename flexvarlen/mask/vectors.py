@@ -174,13 +174,13 @@ def _(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 class TreeBounds(NamedTuple):
-    """What hides keys of a tree from a query: it sees key k of `lo[q] <= k <= q` if both hold.
+    """The bounds of a tree: a query q sees key k of `lo[q] <= k <= q` if the following hold.
 
     Attributes:
-        end: of each key, `q < end[k]`: the query is in the subtree of the key's segment.
-        position: of each key along its path.
-        first: of each query, `position[k] >= first[q]`: the window or chunk begins there. None
-            without windows and chunks.
+        end: for each key; `q < end[k]` if the query is in the subtree of the key's segment.
+        position: position of each key along its path.
+        first: for each query, the position where its window or chunk begins: `position[k] >=
+            first[q]`. None without windows and chunks.
 
     All int32 `[T]`.
     """

@@ -1,8 +1,8 @@
-"""Measurements that every record takes its numbers from, so that two of them mean the same.
+"""Measurements that all records use, so that their numbers are comparable.
 
 | file | measures |
 |---|---|
-| `timing.py` | several variants in turns, the host's and the device's time |
+| `timing.py` | times of several interleaved variants, on the host and on the device |
 | `compilation.py` | graph breaks, recompilations, seconds of torch.compile |
 | `memory.py` | peak memory of a call |
 | `machine.py` | hardware, versions and commit |

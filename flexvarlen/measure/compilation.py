@@ -25,12 +25,12 @@ class CompileStats:
     compile_s: float = 0.0
     """Wall seconds in which something was being compiled, backward graphs included."""
     reasons: list[str] = field(default_factory=list)
-    """Why frames were compiled again, one sentence each, where this torch says so."""
+    """Why frames were compiled again, one sentence each, if this torch reports it."""
     break_reasons: dict[str, int] = field(default_factory=dict)
     """First line of each graph break's explanation -> how often it was met."""
 
     def first_reasons(self) -> tuple[str, ...]:
-        """The first three `reasons`, as a row keeps them: short, and without paths."""
+        """The first three `reasons`, shortened and without paths, as a record keeps them."""
         return tuple(without_paths(" ".join(why.split()))[:200] for why in self.reasons[:3])
 
 
@@ -44,7 +44,7 @@ def watch_compilation() -> Iterator[CompileStats]:
     Verified on torch 2.13, by its source on 2.11; what a version lacks stays 0 or empty.
 
     Dynamo keeps its cache by code object, so the first compilation of a second model of the same
-    class counts as a recompilation: reset before, or watch a block in which only other inputs come.
+    class counts as a recompilation: reset before, or watch a block in which only the inputs change.
 
     >>> import torch
     >>> torch._dynamo.reset()
@@ -87,7 +87,7 @@ def watch_compilation() -> Iterator[CompileStats]:
 def _is_recompilation(entry: object) -> bool:
     """Whether a metric is of a frame compiled again (its id, "frame/attempt", has attempt > 0)."""
     if getattr(entry, "is_forward", True) is False or getattr(entry, "is_runtime", False):
-        return False  # a backward graph, or run-time autotuning, of a frame that has its own entry
+        return False  # a backward graph, or run-time autotuning, of a frame with a separate entry
     identity = str(getattr(entry, "compile_id", None) or "")
     attempt = identity.rpartition("/")[2].partition("_")[0]
     return attempt.isdigit() and int(attempt) > 0

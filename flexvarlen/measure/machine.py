@@ -1,7 +1,7 @@
-"""What a measurement ran on, as data: hardware, versions, commit. No paths, no host name, no user.
+"""What a measurement ran on: hardware, versions, commit. No paths, no host name, no user.
 
-Imports: torch; the standard library. Never transformers, never a kernel package: their versions are
-read from the installed metadata, which imports nothing.
+Imports only torch and the standard library. Versions of transformers and kernel packages are read
+from the installed metadata, without importing them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def environment(device: torch.device | str | None = None) -> dict[str, Any]:
         A flat dict that JSON can hold. Versions of packages that are not installed are None; so is
         `git_commit` outside a checkout. `git_dirty` is True when tracked files differ from the
         commit. `flash_attention_impl` is the implementation torch's own varlen and SDPA kernels use
-        (None: the one that torch ships, or a torch too old to tell).
+        (None: the implementation that torch ships, or a torch too old to report it).
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,7 +108,7 @@ _ABSOLUTE_PATH = re.compile(
 
 
 def without_paths(text: str) -> str:
-    """Absolute paths cut to their last part: they tell of the machine alone.
+    """Shorten absolute paths to their last part, as they only describe the machine.
 
     >>> without_paths("no /usr/lib/x/libcuda.so for 24/24 heads")
     'no libcuda.so for 24/24 heads'

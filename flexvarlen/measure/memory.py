@@ -13,13 +13,13 @@ import torch
 
 
 def peak_memory_mib(call: Callable[[], object], device: torch.device | str) -> float | None:
-    """Run `call` once and give its peak memory in MiB; `memory_meaning` says of what.
+    """Run `call` once and return its peak memory in MiB; `memory_meaning` says of what.
 
-    CUDA: the most that torch's allocator held at once during the call, weights and all else that
-    was alive before included. CPU: how far the process's peak resident memory rose above its
-    resident memory before the call. What the C allocator holds free is given back first where it
-    can be (glibc); what stays is reused without a trace, so this is a lower bound. None where the
-    system cannot say (not Linux, or the peak cannot be reset).
+    CUDA: the maximum that torch's allocator held during the call, including weights and everything
+    else allocated before. CPU: the increase of the process's peak resident memory over its resident
+    memory before the call. Free memory of the C allocator is released first if possible (glibc);
+    memory that it keeps is reused unnoticed, so this is a lower bound. None if the system does not
+    report it (not Linux, or the peak cannot be reset).
     """
     device = torch.device(device)
     gc.collect()
@@ -37,11 +37,11 @@ def peak_memory_mib(call: Callable[[], object], device: torch.device | str) -> f
 
 
 def memory_growth_mib(call: Callable[[], object], device: torch.device) -> float | None:
-    """The same beyond what is alive before the call."""
+    """As `peak_memory_mib`, minus the memory allocated before the call."""
     gc.collect()
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     peak = peak_memory_mib(call, device)
-    return None if peak is None else peak - held / 2**20
+    return None if peak is None else peak - allocated / 2**20
 
 
 def memory_meaning(device: torch.device | str) -> str:
@@ -56,7 +56,7 @@ def memory_meaning(device: torch.device | str) -> str:
 
 
 def _give_back_free_memory() -> None:
-    """Have glibc hand free pages back to the system; elsewhere nothing happens."""
+    """Make glibc return free pages to the system; does nothing with other C libraries."""
     with suppress(OSError, AttributeError, TypeError):  # no C library by that name, or not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -68,7 +68,7 @@ def _reset_peak_resident() -> bool:
     except OSError:
         return False
     hwm, rss = _resident_kib("VmHWM"), _resident_kib("VmRSS")
-    # Some sandboxes accept the write and ignore it. 1 MiB: what may come and go between two reads.
+    # Some sandboxes accept the write and ignore it. 1 MiB allows for changes between two reads.
     return hwm is not None and rss is not None and hwm - rss <= 1024
 
 

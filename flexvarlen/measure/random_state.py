@@ -1,4 +1,4 @@
-"""The state of random generators, to be kept while something else draws from them."""
+"""Save and restore the state of random generators."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class RandomState:
-    """Of Python, NumPy, and torch on the CPU and on all GPUs, as they are now.
+    """The current random state of Python, NumPy, and torch on the CPU and on all GPUs.
 
     Args:
-        devices: of another kind, to be kept too.
+        devices: other devices whose state is saved too.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -25,7 +25,7 @@ class RandomState:
         self._devices = {each: torch.get_device_module(each).get_rng_state(each) for each in kept}
 
     def restore(self) -> None:
-        """May be called several times."""
+        """Restore the saved state; may be called several times."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)

@@ -67,8 +67,8 @@ class HostAndDevice:
     """A call's two times.
 
     Attributes:
-        host: until the call returns: Python, launches, guards.
-        device: of the work that it leaves to the device, back to back.
+        host: time until the call returns: Python, launches, guards.
+        device: time of the device work that it launches, without gaps.
     """
 
     host: Timing
@@ -76,7 +76,7 @@ class HostAndDevice:
 
     @property
     def eager_ms(self) -> float:
-        """Milliseconds, median, of such calls one after another, not compiled.
+        """Median milliseconds of such calls one after another, not compiled.
 
         The host runs ahead of the device: the slower of the two decides.
         """
@@ -84,7 +84,7 @@ class HostAndDevice:
 
     @property
     def compiled_ms(self) -> float:
-        """The same in a compiled graph or a captured one, where Python costs nothing."""
+        """As `eager_ms`, in a compiled or captured graph, where Python costs nothing."""
         return self.device.ms_p50
 
 
@@ -100,28 +100,28 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Time several variants of one computation against each other, fairly.
 
-    Rounds: each calls every variant once, in a random order of its own, so that clocks, heat and
-    neighbours fall on all alike. Every timed call starts on an idle device
-    and is timed to the end of its device work, so its own host time (launches, guards, host syncs)
-    counts as far as it is not hidden behind that work. On CUDA: events, after a write that evicts
-    the L2 cache. On the CPU: a wall clock.
+    Each round calls every variant once, in a new random order, so that clocks, heat and other
+    processes affect all variants equally. Every timed call starts on an idle device and is timed to
+    the end of its device work, so its host time (launches, guards, host syncs) counts unless it is
+    hidden behind that work. On CUDA, events are used, after a write that evicts the L2 cache; on
+    the CPU, a wall clock.
 
     Args:
         variants: name -> a call without arguments; what it returns is dropped.
         device: where the variants run; decides the clock.
         warmup: untimed calls of each variant first (compile before: this is for caches and clocks).
-        repeats: timed calls of each variant, or of each by name; a variant with fewer joins evenly
-            spaced rounds.
+        repeats: timed calls of each variant, as one number or by name; a variant with fewer calls
+            takes part in evenly spaced rounds.
         flush_l2: on CUDA, evict the L2 cache before each timed call.
-        lead_in: untimed calls right before each timed one: a hot GPU's clocks follow the power that
-            the last half second drew, so that a step after a lighter variant runs faster.
+        lead_in: untimed calls right before each timed one: a hot GPU's clocks follow the power
+            drawn in the last half second, so a step after a lighter variant runs faster.
         progress: called with a variant's name before each of its timed calls.
 
     Returns:
-        One `Timing` a variant, in the order given. Synchronizes the device.
+        One `Timing` per variant, in the order given. Synchronizes the device.
 
     Raises:
-        ValueError: repeats below 1. What a variant raises passes through.
+        ValueError: `repeats` is below 1. Exceptions of variants propagate.
     """
     device = torch.device(device)
     clock = _wall if device.type != "cuda" else _Events(device, writes=1 if flush_l2 else 0)
@@ -139,15 +139,15 @@ def time_host_and_device(
     progress: Callable[[str], None] | None = None,
     busy_ms: float = BUSY_MS,
 ) -> dict[str, HostAndDevice]:
-    """Time the host's part and the device's part of short calls apart.
+    """Time host and device separately for short calls.
 
     As `time_interleaved`, but on CUDA the stream is kept busy for `busy_ms` before each timed call
-    (which also evicts the L2 cache): host time below that falls into no gap of the device, and no
-    device time into the host's. Of a call whose host time is not below it, "device" holds gaps in
-    which the device waited. On the CPU both are the wall clock's.
+    (which also evicts the L2 cache): host time below that causes no gaps on the device, and device
+    time does not count for the host. If a call's host time is longer, "device" includes gaps in
+    which the device waited. On the CPU both are wall-clock times.
 
-    `progress` is called before a variant's warm-up too, and the device is synchronized after both:
-    what a call does to the device shows before another is named.
+    `progress` is also called before a variant's warm-up, and the device is synchronized after both,
+    so that a device error appears before another variant is named.
     """
     device = torch.device(device)
     clock = _wall if device.type != "cuda" else _Events.busy(device, busy_ms)
@@ -160,7 +160,7 @@ def time_host_and_device(
 
 
 _Clock = Callable[[Callable[[], object]], tuple[float, float]]
-"""Runs a call and gives its milliseconds on the host and on the device."""
+"""Runs a call and returns its milliseconds on the host and on the device."""
 
 
 def _interleaved(
@@ -172,7 +172,7 @@ def _interleaved(
     progress: Callable[[str], None] | None = None,
     wait: Callable[[], None] | None = None,
 ) -> dict[str, list[tuple[float, float]]]:
-    """`wait`: ends each variant's warm-up, which `progress` then names too."""
+    """`wait` ends each variant's warm-up, for which `progress` is then called too."""
     wanted = {n: repeats if isinstance(repeats, int) else repeats[n] for n in variants}
     for name, count in wanted.items():
         if count < 1:
@@ -232,7 +232,7 @@ class _Events:
         torch.cuda.synchronize(self.device)
         for _ in range(max(1, self.writes)):
             self.scratch.zero_()
-        stream = torch.cuda.current_stream(self.device)  # another device's may be current
+        stream = torch.cuda.current_stream(self.device)  # another device may be current
         begin.record(stream)
         called = time.perf_counter()
         call()

@@ -4,15 +4,15 @@
 |---|---|
 | `pack.py` | `pack` decides which documents share a row; `split_long`; `efficiency` |
 | `dataset.py` | `PackedDataset`, a dataset of packed rows |
-| `stream.py` | `StreamPacker`, the same of a stream |
-| `examples.py` | what both read of examples, and how they cut them |
-| `chat.py` | `tokenize_chat` makes documents of a chat, `conversation_samples` samples |
+| `stream.py` | `StreamPacker`, the same for a stream |
+| `examples.py` | how both read examples and cut them |
+| `chat.py` | `tokenize_chat` turns a chat into documents, `conversation_samples` into samples |
 | `chat_template.py` | the prompt and the answer of a turn, as a chat template writes them |
-| `chat_messages.py` | the messages that it is given, and which answers are trained on |
-| `prefixes.py` | `share_prefixes` and `TreeCollator` make trees of samples |
-| `tree_picture.py` | draws them |
+| `chat_messages.py` | the messages of a chat, and which answers are trained on |
+| `prefixes.py` | `share_prefixes` and `TreeCollator` turn samples into trees |
+| `tree_picture.py` | draws trees |
 | `collator.py` | `PackedCollator` concatenates documents into one row of fixed shape |
-| `columns.py` | the columns that it takes, as rows of arrays |
+| `columns.py` | the columns that `PackedCollator` accepts, as rows of arrays |
 | `sampler.py` | `BalancedSampler` shuffles rows so that attention cost is balanced over ranks |
 | `loader_pass.py` | the state of accelerate's data loader that the sampler and the collators need |
 """

@@ -36,22 +36,22 @@ def tokenize_chat(
     """Tokenize a chat by its template; only the assistant's answers are trained on.
 
     An answer follows the tokens of its prompt, as the template renders the prompt for generation;
-    it is what the rendered conversation adds, without the white space at its end. A turn whose
-    prompt continues the turn before extends its document. Where the template writes earlier answers
-    differently (Qwen3's leaves out their reasoning, Phi-3's the token behind the last), the turn is
-    a document of its own. `{% generation %}` in a template changes nothing.
+    the answer is what the rendered conversation adds, without trailing white space. A turn whose
+    prompt continues the previous turn extends that document. Where the template rewrites earlier
+    answers (Qwen3's drops their reasoning, Phi-3's the token after the last), the turn becomes a
+    separate document. `{% generation %}` in a template has no effect.
 
     Args:
-        messages: mappings with `role`, `content`, and perhaps `reasoning_content` and `tool_calls`,
-            whose arguments are mappings or JSON strings. Keys whose value is None are removed, as
-            Arrow adds them; null in a JSON string is kept. Answers may hold recorded tokens, as in
-            `conversation_samples`.
-        tokenizer: of transformers, with a chat template.
+        messages: mappings with `role`, `content`, and optionally `reasoning_content` and
+            `tool_calls`, whose arguments are mappings or JSON strings. Keys whose value is None are
+            removed, as Arrow adds them; null in a JSON string is kept. Answers may hold recorded
+            tokens, as in `conversation_samples`.
+        tokenizer: a transformers tokenizer with a chat template.
         train: "all" answers, the "last", or a function that is true for the messages to train on.
             Answers with a `weight` of 0 are context, as are assistant messages before the first
-            message of a user; if there is none, the one at index 0.
-        tools: what the template may offer to the assistant, or its JSON; without the keys whose
-            value is None, unless it is JSON.
+            user message; without a user message, the assistant message at index 0.
+        tools: the tools that the template may offer to the assistant, as a list or its JSON. Keys
+            whose value is None are removed from a list.
         template_options: variables of the template, such as `enable_thinking=False`, or another
             `chat_template`.
 
@@ -60,9 +60,9 @@ def tokenize_chat(
 
     Raises:
         ValueError: `messages`, `train` or a weight is malformed, or no answer is trained on; or the
-            template raises an error, does not continue
-            the prompt of an answer, writes no end of it, or leaves out content, reasoning, a tool
-            call or an argument; or the tokenizer cannot split a prompt from its answer.
+            template raises an error, does not continue the prompt of an answer, does not end the
+            answer, or omits content, reasoning, a tool call or an argument; or the tokenizer cannot
+            split a prompt from its answer.
     """
     documents: list[dict[str, list[int]]] = []
     ids: list[int] = []
@@ -86,27 +86,28 @@ def conversation_samples(
     tools: Sequence[Any] | str | None = None,
     **template_options: Any,
 ) -> list[dict[str, list[int]]]:
-    """What a policy saw and wrote at each of its turns in a recorded conversation.
+    """Turn a recorded conversation into samples: what a policy saw and wrote at each turn.
 
     A sample is the prompt of a turn and its answer, as in `tokenize_chat`; only the answer has
     labels. `share_prefixes` makes one tree of the samples of all conversations of a task. For
     fine-tuning on packed rows of whole chats there is `tokenize_chat`.
 
-    Assistant messages may hold the tokens of the inference engine, under the names of vLLM's
-    responses: `token_ids` of the answer and `prompt_token_ids`. With both, samples are these
-    tokens, and nothing is rendered. With `token_ids` alone the template must reproduce them, as
-    later prompts repeat them. All answers that are trained on have them, or none.
+    Assistant messages may contain the tokens of the inference engine, under the names of vLLM's
+    responses: `token_ids` for the answer, `prompt_token_ids` for its prompt. With both, samples are
+    these tokens, and nothing is rendered. With `token_ids` alone the template must reproduce them,
+    as later prompts repeat them. Either all answers that are trained on have recorded tokens, or
+    none.
 
     Args:
         messages, tokenizer, train, tools, template_options: as in `tokenize_chat`.
 
     Returns:
         Samples with `input_ids` and `labels`, one for each answer in order, for `share_prefixes`
-        or `TreeCollator`; labels are aligned with the input_ids, and -100 in prompts.
+        or `TreeCollator`; labels are aligned with input_ids, and are -100 in prompts.
 
     Raises:
         ValueError: as in `tokenize_chat`; or the template does not reproduce an answer's tokens
-            (the first difference is named), or some answers have tokens and others have none.
+            (the message names the first difference), or only some answers have recorded tokens.
 
     Example, with the tokens of an engine:
 
@@ -130,12 +131,12 @@ def _prompts_and_answers(
     tools: Sequence[Any] | str | None,
     options: dict[str, Any],
 ) -> list[_Sample]:
-    """The tokens of each answer that is trained on, and of its prompt."""
+    """The prompt and answer tokens of each answer that is trained on."""
     messages = one_chat(messages)
     turns = trained_turns(messages, train)
     answers, prompts = (_recorded_ids(messages, turns, name) for name in (ANSWER_IDS, PROMPT_IDS))
     if prompts and not answers:
-        raise ValueError(f"{PROMPT_IDS} must come with {ANSWER_IDS}; give each answer both.")
+        raise ValueError(f"{PROMPT_IDS} must come with {ANSWER_IDS}; pass both for each answer.")
     if prompts:
         return list(zip(prompts, answers, strict=True))
     template, encode = ChatTemplate(tokenizer, tools, **options), _encoder(tokenizer)
@@ -151,13 +152,13 @@ def _recorded_ids(messages: Sequence[Message], turns: list[int], name: str) -> l
     """The recorded tokens of each answer; empty if none has any.
 
     Raises:
-        ValueError: some have none, or hold no integers.
+        ValueError: only some answers have recorded tokens, or they are not integers.
     """
     without = [turn for turn in turns if messages[turn].get(name) is None]
     if without and len(without) < len(turns):
         raise ValueError(
-            f"all answers that are trained on must have {name}, or none; message {without[0]} has "
-            "none: record them, or exclude it with train=."
+            f"all answers that are trained on must have {name}, or none, got message {without[0]} "
+            f"without {name}; record them, or exclude the message with train=."
         )
     if without:
         return []
@@ -166,7 +167,7 @@ def _recorded_ids(messages: Sequence[Message], turns: list[int], name: str) -> l
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """An encoder of texts that tokenizes what stands between two special tokens only once.
+    """An encoder that tokenizes each text between two special tokens only once.
 
     A fast tokenizer first splits a text at its special tokens, so each such piece has the same
     tokens in every later prompt that repeats it.
@@ -199,11 +200,11 @@ def _tokens(
     tokenizer: Any,
     encode: Callable[[str], list[int]],
 ) -> _Sample:
-    """The tokens of a prompt, tokenized by itself as an engine does, and of its answer.
+    """The tokens of a prompt, tokenized separately as an engine does, and of its answer.
 
     Raises:
-        ValueError: the answer's tokens are given, and the text has others; or the answer's tokens
-            do not continue the prompt's.
+        ValueError: the text has other tokens than those recorded; or the answer's tokens do not
+            continue the prompt's.
     """
 
     def decode(ids: list[int]) -> str:
@@ -216,7 +217,7 @@ def _tokens(
     if written[: len(prompt_ids)] == prompt_ids:
         return prompt_ids, written[len(prompt_ids) :]
     # One token of the text begins in the prompt and ends in the answer. The answer is tokenized
-    # behind a line break, as some tokenizers put a space before what begins a text.
+    # after a line break, as some tokenizers put a space at the start of a text.
     line, answer_ids = encode("\n"), encode("\n" + answer)
     answer_ids = answer_ids[len(line) :] if answer_ids[: len(line)] == line else encode(answer)
     if decode([*prompt_ids, *answer_ids]) != decode(written):

@@ -14,14 +14,14 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names under which templates read reasoning; most read one of them."""
 
 _NOT_ASKING = ("system", "developer", "assistant")
-_ONE_CHAT = "messages must be one chat, mappings with role and content, got {}; call it per chat."
+_ONE_CHAT = "messages must be mappings with role and content, got {}; pass one chat at a time."
 
 
 def one_chat(messages: Iterable[Message]) -> list[Message]:
     """The messages as a list.
 
     Raises:
-        ValueError: they are not those of one chat.
+        ValueError: they are not the messages of one chat.
     """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
         raise ValueError(_ONE_CHAT.format(f"a {type(messages).__name__}"))
@@ -36,7 +36,7 @@ def trained_turns(messages: Sequence[Message], train: Train) -> list[int]:
     """The indices of the answers that are trained on, as `tokenize_chat` describes them.
 
     Raises:
-        ValueError: there is none, or `train` or a weight has another value.
+        ValueError: no answer is trained on, or `train` or a weight is invalid.
     """
     if not callable(train) and train not in ("all", "last"):
         raise ValueError(f"train must be 'all', 'last' or a function of a message, got {train!r}.")
@@ -49,7 +49,7 @@ def trained_turns(messages: Sequence[Message], train: Train) -> list[int]:
         turns = [i for i in turns if train(messages[i])]
     if not turns:
         raise ValueError(
-            "messages must hold an answer to train on: a message of the role 'assistant' that "
+            "messages must contain an answer to train on: a message with the role 'assistant' that "
             "answers another, and whose weight is not 0; remove the chat."
         )
     return turns[-1:] if train == "last" else turns
@@ -59,13 +59,13 @@ def _weighs(messages: Sequence[Message], index: int) -> bool:
     weight = messages[index].get("weight")
     if not (weight is None or (isinstance(weight, (int, float)) and weight in (0, 1))):
         raise ValueError(
-            f"the weight of message {index} must be 0, not to train on it, or 1, got {weight!r}."
+            f"the weight of message {index} must be 0 (not trained on) or 1, got {weight!r}."
         )
     return weight != 0
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copies of the messages as chat templates document them.
+    """Copies of the messages in the form that chat templates document.
 
     Keys whose value is None are removed: Arrow fills structs with them, and templates would write
     null. Arguments of tool calls that are JSON are parsed, as inference engines do.
@@ -100,7 +100,7 @@ def _parsed(arguments: Any) -> Any:
 
 
 def calls_of(message: Message) -> list[tuple[str, dict[str, Any]]]:
-    """The functions that a message calls, each with its path; what is no mapping is left out."""
+    """The functions that a message calls, each with its path; only mappings are considered."""
     calls = message.get("tool_calls", ())
     named = enumerate(calls if isinstance(calls, list) else ())
     functions = [
@@ -113,7 +113,7 @@ def calls_of(message: Message) -> list[tuple[str, dict[str, Any]]]:
 
 
 def require_documented(message: Message, turn: int) -> None:
-    """Raise ValueError unless all parts of an answer are such as chat templates document.
+    """Raise ValueError unless all parts of an answer have a form that chat templates document.
 
     Args:
         message: from `for_template`.
@@ -122,19 +122,19 @@ def require_documented(message: Message, turn: int) -> None:
     reasons = {message[name] for name in REASONING if isinstance(message.get(name), str)}
     why = None
     if "function_call" in message:
-        why = "function_call must be tool_calls, which chat templates read"
+        why = "function_call must be given as tool_calls, which chat templates read"
     elif not isinstance(calls, list) or len(calls_of(message)) < len(calls):
         why = f"tool_calls must be a list of mappings with name and arguments, got {calls!r:.60}"
     elif not (isinstance(parts, str) or all(map(_is_text, parts))):
-        why = f"content must be a text, or parts of the type text, got {parts!r:.60}"
+        why = f"content must be a string, or parts of type text, got {parts!r:.60}"
     elif len(reasons - {""}) > 1:
-        why = f"reasoning must be one text, got others under the names {', '.join(REASONING)}"
+        why = f"reasoning must be one text, got different ones as {', '.join(REASONING)}"
     for path, function in calls_of(message):
         arguments = function["arguments"]
         if not isinstance(arguments, dict):
             why = f"{path}.arguments must be a mapping or its JSON, got {arguments!r:.60}"
     if why is not None:
-        raise ValueError(f"{why}, in message {turn}; correct it, or do not train on it.")
+        raise ValueError(f"{why}, in message {turn}; fix the message, or do not train on it.")
 
 
 def _is_text(part: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a chat template writes of a chat: the prompt of each turn, and its answer, in full."""
+"""Render a chat by its template: the prompt of each turn, and its complete answer."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _FIRST_MARKER = 7_310_000  # numbers of seven digits, so that no marker is part 
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, with the tools and the variables that it is given.
+    """The chat template of a tokenizer, with its tools and variables.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a transformers tokenizer.
         tools: for the template; keys whose value is None are removed, except in a JSON string.
         options: other variables of the template, or another `chat_template`.
 
     Raises:
-        ValueError: the tokenizer has no template, or tools are no JSON.
-        TypeError: an option is one of apply_chat_template's own.
+        ValueError: the tokenizer has no template, or tools are not JSON.
+        TypeError: an option is an argument of apply_chat_template itself.
     """
 
     def __init__(self, tokenizer: Any, tools: Sequence[Any] | str | None, **options: Any) -> None:
@@ -54,7 +54,7 @@ class ChatTemplate:
         self._options = dict(tools=tools, tokenize=False, **options)
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """The text of messages; as a prompt, up to where the model begins to write.
+        """Render messages; as a prompt, up to where the model begins to write.
 
         Raises:
             ValueError: the template raises an error.
@@ -77,10 +77,10 @@ class ChatTemplate:
     def prompt_and_answer(self, messages: Sequence[Message], turn: int) -> tuple[str, str]:
         """The prompt of a turn, as at generation, and what its message adds to the text.
 
-        White space after the answer is left out: engines stop before it.
+        White space after the answer is removed: engines stop before it.
 
         Raises:
-            ValueError: the message does not continue its prompt, lacks a part, or has no end.
+            ValueError: the message does not continue its prompt, lacks a part, or is not ended.
         """
         require_documented(messages[turn], turn)
         prompt, text = self.render(messages[:turn], prompt=True), self.render(messages[: turn + 1])
@@ -90,55 +90,53 @@ class ChatTemplate:
             common = len(commonprefix([prompt, text]))  # noqa: RUF071
             raise ValueError(
                 f"the chat template must continue the prompt of message {turn}, which ends with "
-                f"{prompt[common:]!r:.40}, and writes {text[common:]!r:.40} there once it is "
-                "answered; try a variable of the template such as enable_thinking=False, give the "
-                "answer its reasoning, or use another template."
+                f"{prompt[common:]!r:.40}, got {text[common:]!r:.40} there in the answered chat; "
+                "try a template variable such as enable_thinking=False, add the answer's "
+                "reasoning, or use another template."
             )
         answer = text[len(prompt) :].rstrip()
-        left_out = self._left_out(messages, turn, prompt, answer)
-        if left_out:
+        omitted = self._omitted_parts(messages, turn, prompt, answer)
+        if omitted:
             raise ValueError(
-                f"the chat template must write {left_out[0]} of message {turn}, and leaves it out; "
-                "use a template that writes it (names differ), or remove the chat."
+                f"the chat template must write {omitted[0]} of message {turn}, but omits it; "
+                "use a template that writes it (key names differ), or remove the chat."
             )
         is_list = isinstance(messages[turn].get("content"), list)
         yes = [{"type": "text", "text": "yes"}] if is_list else "yes"
         reply = self.render([*messages[:turn], {"role": "assistant", "content": yes}])
         if not answer or reply.rstrip().endswith("yes"):
             raise ValueError(
-                f"the chat template must end message {turn}, or the model learns to answer without "
-                "an end; use a template that writes the token that ends an answer."
+                f"the chat template must end message {turn}, or the model learns never to stop; "
+                "use a template that writes the token that ends an answer."
             )
         return prompt, answer
 
-    def _left_out(
+    def _omitted_parts(
         self, messages: Sequence[Message], turn: int, prompt: str, answer: str
     ) -> list[str]:
         """The names of the parts of an answer that the template does not write.
 
-        Unique markers in place of all values tell parts apart that repeat each other; the texts
-        themselves are looked for too, as a template may cut them by what they hold.
+        Values are replaced by unique markers, so that equal parts can be told apart; the texts
+        themselves are also searched for, as a template may cut them depending on their content.
         """
         message = messages[turn]
         marked, markers = _with_markers(message)
         written = self.render([*messages[:turn], marked])
-        left_out = [name for name, marker in markers if marker not in written]
+        omitted = [name for name, marker in markers if marker not in written]
         reasoning = next((name for name in REASONING if message.get(name)), REASONING[0])
         texts = [("content", text) for text in texts_of(message)]
         texts += [(name, message.get(name, "")) for name in (reasoning, "refusal")]
-        left_out += [name for name, text in texts if not _ends_in(prompt, answer, text)]
+        omitted += [name for name, text in texts if not _ends_in(prompt, answer, text)]
         names = [function.get("name", "") for _, function in calls_of(message)]
-        left_out += [
-            f"tool call {name}" for name in names if answer.count(name) < names.count(name)
-        ]
-        return left_out
+        omitted += [f"tool call {name}" for name in names if answer.count(name) < names.count(name)]
+        return omitted
 
 
 def require_written(messages: Sequence[Message], text: str, *, first: int = 0) -> None:
-    """Raise ValueError if a text omits that of a user's message, or prints a content list as data.
+    """Raise ValueError if a text omits a user's message, or prints a content list as data.
 
     Args:
-        first: the index of the first message to look for.
+        first: the index of the first message to search for.
     """
     squeezed = _squeezed(text)
     for turn, message in enumerate(messages[first:], first):
@@ -150,13 +148,13 @@ def require_written(messages: Sequence[Message], text: str, *, first: int = 0) -
         if lost or (is_list and (repr(content) in text or as_json in text)):
             wanted = "a string" if is_list else "a list of parts"
             raise ValueError(
-                f"this chat template does not write the text of message {turn}; pass its content "
+                f"the chat template must write the text of message {turn}; pass its content "
                 f"as {wanted}."
             )
 
 
 def _squeezed(text: str) -> str:
-    """Without white space: templates trim and indent."""
+    """The text without white space, as templates trim and indent."""
     return "".join(text.split())
 
 
@@ -169,7 +167,7 @@ def _ends_in(prompt: str, answer: str, text: str) -> bool:
 def _with_markers(message: Message) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """A copy of a message with a marker in place of each value, and the markers' names.
 
-    Of arguments the keys are replaced too: they stand for false and empty values, which are kept.
+    Keys of arguments are replaced too: they stand for false and empty values, which are kept.
     """
     markers: list[tuple[str, str]] = []
 

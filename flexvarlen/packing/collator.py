@@ -31,19 +31,19 @@ from flexvarlen.packing.columns import (
 )
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING, is_dispatched
 
-_GIVEN = "labels as given"  # of a document, where the collator did not make them
+_GIVEN = "labels as given"  # a document's labels that the collator did not make
 
 
 def pad_token_id_of(tokenizer: Any, pad_token_id: int | None) -> int:
-    """The token of padding: the one given, else the tokenizer's, else 0. No document sees it.
+    """The padding token: the one given, else the tokenizer's, else 0. No document sees it.
 
     Raises:
-        ValueError: another object instead of a tokenizer, or no token id.
+        ValueError: the tokenizer is another object, or the value is not a token id.
     """
     if tokenizer is not None and not hasattr(tokenizer, "pad_token_id"):
         raise ValueError(
-            f"tokenizer must be one of transformers, got {tokenizer!r:.80}; pass the model's, and "
-            "all else by name, such as total_tokens=4096."
+            f"tokenizer must be a transformers tokenizer, got {tokenizer!r:.80}; pass the model's, "
+            "and all other arguments by name, such as total_tokens=4096."
         )
     if pad_token_id is None:
         pad_token_id = getattr(tokenizer, "pad_token_id", None)
@@ -53,7 +53,7 @@ def pad_token_id_of(tokenizer: Any, pad_token_id: int | None) -> int:
 def _not_negative(name: str, value: Any) -> int:
     number = to_int_or_none(value)
     if number is None or number < 0:
-        raise ValueError(f"{name} must be an integer of at least 0, got {value!r}; pass 0 or more.")
+        raise ValueError(f"{name} must be an integer of at least 0, got {value!r}.")
     return number
 
 
@@ -64,7 +64,7 @@ class PackedCollator:
     Called on the examples of a dataset, it returns a batch for a patched model:
 
         input_ids     int64 `[1, T]`, `pad_token_id` after the last document
-        labels        int64 `[1, T]`; -100 at padding and, of next-token labels, at each document's
+        labels        int64 `[1, T]`; -100 at padding and, for next-token labels, at each document's
                       first token (which no preceding token may predict)
         position_ids  int64 `[1, T]`, from `position_ids_start` in each document; in padding they
                       repeat, and never exceed those of the longest document
@@ -83,24 +83,24 @@ class PackedCollator:
         a document       `input_ids`, optionally `labels`; `attention_mask`, whose zeros are dropped
                          so that the tokens around them become adjacent;
                          `completion_mask`, `assistant_masks`, with no loss where they are zero
-        several in one   the same with `seq_lengths` (TRL's packing), or `position_ids`, `seq_idx`
-                         or document ids in `attention_mask` that separate them
+        several in one   the same columns with `seq_lengths` (TRL's packing), or `position_ids`,
+                         `seq_idx` or document ids in `attention_mask` that separate them
         a batch          from `DataCollatorWithFlattening` or TRL's padding-free collator: the same
-                         with a row dimension, and `cu_seq_lens_q`
+                         columns with a row dimension, and `cu_seq_lens_q`
 
     Tokens without any of these columns are one document: if they were several, this cannot be
     detected. A mapping with `input_ids` `[1, T]` and none of these columns is rejected, because
     `DataCollatorWithFlattening(return_position_ids=False)` returns several documents like this.
 
-    Labels that the collator makes, of the input_ids, are next-token labels. Given ones belong to
-    their own tokens (token classification, masked LM), and all of a batch stay, if one differs from
-    its token; else they are next-token labels. Where a document's first token has one though others
-    have none, they may be either: say which.
+    Labels that the collator makes from input_ids are next-token labels. Given labels belong to
+    their own tokens (token classification, masked LM) if one of the batch differs from its token,
+    and are then all kept; else they are next-token labels. If a document's first token has a label
+    and later tokens have none, they may be either: pass `next_token_labels`.
 
     Args:
-        tokenizer: the model's, or None; padding gets its pad token.
-        total_tokens: T; the rest of the row is padding. None: as many as the documents have, so
-            the shape differs between batches.
+        tokenizer: the model's tokenizer, whose pad token fills the padding, or None.
+        total_tokens: T; the rest of the row is padding. None: the tokens of the documents, so the
+            shape differs between batches.
         capacity: document slots; None: the number of documents, rounded up to a power of two.
         max_seqlen_bound: upper bound on document length; None: the maximum, rounded up likewise.
         pad_token_id: token id for padding, which no document sees; None: the tokenizer's, else 0.
@@ -108,20 +108,20 @@ class PackedCollator:
         position_ids_start: position of a document's first token; RoBERTa and similar count from
             `padding_idx + 1`.
         extra: additional columns with one value per token, as a mapping of name to padding value; a
-            feature with any other column raises.
+            feature with any other column raises an error.
         next_token_labels: whether given labels are next-token labels; None: see above.
 
-    All but the tokenizer are keyword arguments. A wrong one raises where the collator is made.
+    All but the tokenizer are keyword arguments, and are checked when the collator is made.
 
     Raises, when called:
         ValueError: there are more than `total_tokens` tokens or `capacity` documents, or one is
             longer than `max_seqlen_bound`; a column is missing, unknown, of another length or not
-            integer; the boundaries contradict one another, or leave tokens out; a batch of one row
-            has no boundaries; labels do not show whether they are next-token labels.
+            integer; the boundaries contradict one another, or do not cover all tokens; a batch of
+            one row has no boundaries; labels do not show whether they are next-token labels.
 
-    A `DataLoader(pin_memory=True)` pins the layout too. Where accelerate loads the batches of all
-    processes in one (`dispatch_batches`, its default for an `IterableDataset`), which can send
-    tensors alone, the batch has `input_ids`, `labels`, `position_ids` and the extra columns.
+    A `DataLoader(pin_memory=True)` pins the layout too. If accelerate loads the batches of all
+    processes in one (`dispatch_batches`, its default for an `IterableDataset`), only tensors can be
+    sent, so the batch has `input_ids`, `labels`, `position_ids` and the extra columns.
     """
 
     tokenizer: Any = None
@@ -158,7 +158,9 @@ class PackedCollator:
             )
         for name in self.extra:
             if name in (*KNOWN, *BOUNDARIES, *LOSS_MASKS):
-                raise ValueError(f"extra must name columns of your own, got {name!r}; remove it.")
+                raise ValueError(
+                    f"extra must name columns unknown to the collator, got {name!r}; remove it."
+                )
 
     def __call__(self, features: Any) -> dict[str, Any]:
         """Collate documents into one batch; see the class."""
@@ -223,9 +225,9 @@ class PackedCollator:
     def _layout(self, lengths: list[int]) -> PackedLayout:
         if self.total_tokens is not None and sum(lengths) > self.total_tokens:
             raise ValueError(
-                f"features must hold at most total_tokens={self.total_tokens} tokens, got "
+                f"features must contain at most total_tokens={self.total_tokens} tokens, got "
                 f"{sum(lengths)} in {len(lengths)} documents; raise total_tokens, or pass fewer "
-                "at a time: where an example is a whole row, per_device_train_batch_size=1 and "
+                "at a time: if an example is a whole row, per_device_train_batch_size=1 and "
                 "per_device_eval_batch_size=1 (Trainer's default is 8)."
             )
         left = (self.total_tokens or 0) - sum(lengths)

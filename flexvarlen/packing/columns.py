@@ -1,4 +1,4 @@
-"""What `PackedCollator` takes: the columns of features as rows of arrays, and their boundaries."""
+"""Read the input of `PackedCollator`: columns as rows of arrays, and document boundaries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def features_of(given: Any) -> Iterator[Any]:
 
 
 def is_list_of_documents(example: Any) -> bool:
-    """Whether an example is a list of mappings or several token ids, such as those of one chat."""
+    """Whether an example is a list of mappings or several token ids, as one chat may give."""
     if not isinstance(example, list | tuple) or not example:
         return False
     is_nested = isinstance(example[0], list | tuple) or getattr(example[0], "ndim", 0) > 0
@@ -48,17 +48,17 @@ def is_list_of_documents(example: Any) -> bool:
 
 def _not_features(given: Any) -> str:
     return (
-        f"features must be mappings with input_ids, got {type(given).__name__}; pass examples of a "
-        "tokenized dataset."
+        f"features must be mappings with input_ids, got {type(given).__name__}; pass examples "
+        "from a tokenized dataset."
     )
 
 
 def check_columns(feature: Mapping[str, Any], extra: Iterable[str]) -> None:
-    """Raise for a column that is not known, or without tokens."""
+    """Raise for an unknown column, or if there are no input_ids."""
     tokens = feature.get("input_ids")
     if tokens is None:
         raise ValueError(
-            f"features must hold input_ids, got {', '.join(map(str, feature)) or 'no columns'}; "
+            f"features must have input_ids, got {', '.join(map(str, feature)) or 'no columns'}; "
             "tokenize the dataset."
         )
     names = (*KNOWN, *BOUNDARIES, *LOSS_MASKS, *extra)
@@ -73,7 +73,7 @@ def check_columns(feature: Mapping[str, Any], extra: Iterable[str]) -> None:
         else:
             advice = f"drop it, or pass extra={{{name!r}: padding value}} if each token has one"
         raise ValueError(
-            f"features must hold columns of {', '.join(names)}, got {name!r}; {advice}."
+            f"features may only have the columns {', '.join(names)}, got {name!r}; {advice}."
         )
 
 
@@ -83,10 +83,10 @@ def differ(labels: NDArray[Any], tokens: NDArray[Any]) -> bool:
 
 
 def require_a_kind(labels: NDArray[Any]) -> None:
-    """Raise if labels that equal their tokens may be of next tokens or of the tokens themselves."""
+    """Raise if labels that equal their tokens may be next-token labels or the tokens' own."""
     if labels[0] != IGNORE_INDEX and (labels == IGNORE_INDEX).any():
         raise ValueError(
-            "next_token_labels must be given if labels do not show it, got a label at a document's "
+            "next_token_labels must be set if labels may be either, got a label at a document's "
             "first token and -100 later; pass True (causal model) or False (masked LM)."
         )
 
@@ -136,7 +136,7 @@ def rows_of(feature: Any, extra: Iterable[str]) -> Iterator[dict[str, NDArray[An
 def _array(name: str, value: Any) -> NDArray[Any]:
     if isinstance(value, PackedLayout) and value.segments is not None:
         raise ValueError(
-            "packed_layout must be of plain documents in PackedCollator, got trees; make the batch "
+            "PackedCollator takes a packed_layout of plain documents, got trees; make the batch "
             "with TreeCollator."
         )
     if isinstance(value, PackedLayout):  # the batch was made by this collator
@@ -148,7 +148,7 @@ def _array(name: str, value: Any) -> NDArray[Any]:
         found = np.asarray(value)
     except ValueError as error:
         raise ValueError(
-            f"{name} must have rows of equal length, got ragged rows; pass them one by one."
+            f"{name} must have rows of equal length; pass ragged rows one by one."
         ) from error
     if name in ("input_ids", "labels") and found.dtype.kind in "iub":
         found = found.astype(np.int64, copy=False)  # -100 fits in no unsigned dtype
@@ -193,7 +193,7 @@ def ends_of(row: Mapping[str, NDArray[Any]], kept: NDArray[np.bool_]) -> list[in
         where = int(inside[0]) if inside.size else given_boundaries[1][:8]
         raise ValueError(
             "position_ids, seq_idx, attention_mask, seq_lengths and cu_seq_lens must describe the "
-            f"same documents, got another boundary at {where}; drop the wrong one."
+            f"same documents, got different boundaries at {where}; drop the wrong column."
         )
     return first
 
@@ -206,7 +206,7 @@ def require_no_loss_after(
     if (kept[end:] & (labels[end:] != IGNORE_INDEX)).any():
         raise ValueError(
             f"boundaries must cover the row's tokens, got {end} of {kept.size}; end them at the "
-            "last token, or mask the tokens after it (attention_mask 0 or labels -100)."
+            "last token, or mask the tokens after them (attention_mask 0 or labels -100)."
         )
 
 
@@ -214,8 +214,8 @@ def check_size(name: str, values: NDArray[Any], tokens: NDArray[Any]) -> None:
     if name == "labels" and values.size == 1 and tokens.size > 1:
         raise ValueError(
             f"labels must have a value for each of {tokens.size} tokens, got one for the document; "
-            "for a classifier leave the column out, and set batch['labels'] to a tensor "
-            "[num_docs] after the call."
+            "for a classifier drop the column, and set batch['labels'] to a tensor [num_docs] "
+            "after the call."
         )
     if values.shape != tokens.shape:
         raise ValueError(
@@ -228,7 +228,7 @@ def check_row(row: Mapping[str, NDArray[Any]], extra: Iterable[str]) -> None:
     """Raise unless each token has an integer of each column and all of `extra` are there."""
     for name in extra:
         if name not in row:
-            raise ValueError(f"features must hold {name}, got {', '.join(row)}; add the column.")
+            raise ValueError(f"features must have {name}, got {', '.join(row)}; add the column.")
     for name, values in row.items():
         if values.size and values.dtype.kind not in "iub" and name not in extra:
             raise ValueError(f"{name} must be integers, got {values.dtype}; convert the column.")

@@ -33,14 +33,14 @@ class PackedDataset(Dataset[list[Columns]]):
 
     An item is a row: a list of documents of at most `tokens` tokens together, each a mapping of
     columns to arrays, as `PackedCollator` takes them. It puts all rows of a batch into one, so
-    leave its `total_tokens` out, or pass the batch size times `tokens`. Trainer removes no columns
-    from such items.
+    do not set its `total_tokens`, or set it to the batch size times `tokens`. Trainer removes no
+    columns from such items.
 
-    Lengths are read once, when the dataset is made, with a line of progress every few seconds: of
-    a `datasets.Dataset` from the offsets of its Arrow lists, without their values; of any other
+    Lengths are read once, when the dataset is made, with a line of progress every few seconds: for
+    a `datasets.Dataset` from the offsets of its Arrow lists, without their values; for any other
     sequence by reading each example. Columns that say which tokens are trained on (labels, masks)
-    are read with them. Items read their examples again. Padding within an example takes room in
-    its row, so tokenize without.
+    are read at the same time. Items read their examples again. Padding within an example takes room
+    in its row, so tokenize without padding.
 
     Args:
         dataset: the examples: a `datasets.Dataset`, a list, or any other sequence. Each is a
@@ -48,34 +48,35 @@ class PackedDataset(Dataset[list[Columns]]):
             `assistant_masks`, `position_ids`, `seq_idx`; or token ids alone.
         tokens: number of tokens in a row, at least 1.
         long: what happens to an example of more than `tokens` tokens: "split": it is cut into
-            pieces, each a document; "truncate": its first `tokens` are kept; "drop": it is left
-            out. All columns are cut alike.
+            pieces, each a document; "truncate": its first `tokens` are kept; "drop": it is removed.
+            All columns are cut alike.
         strategy: as in `pack`.
-        seed: random seed, combined with the epoch; at least 0. None: rows and documents have the
-            order that `pack` gives, in each epoch; for "in_order", that of the dataset.
+        seed: random seed, combined with the epoch; at least 0. None: in each epoch, rows and
+            documents have the order that `pack` gives; for "in_order", the order of the dataset.
         extra: names of additional columns with one value per token, as in `PackedCollator`.
-        next_token_labels: whether given labels are next-token labels; None: unless one of the
-            dataset differs from its token. If so, a piece's first token has no label.
+        next_token_labels: whether given labels are next-token labels; None: True unless a label of
+            the dataset differs from its token. If True, a piece's first token has no label.
         rows_per_step: number of rows that all ranks together take at a time: ranks times batch
-            size. Rows then come in a new order in each epoch, in which the attention of those of a
-            step costs about the same, so that no rank waits for another. Take them in order: in
-            Trainer, by `train_sampling_strategy="sequential"`. None: the order stays.
+            size. Rows then come in a new order in each epoch, in which attention costs about the
+            same for all rows of a step, so that no rank waits for another. The loader must not
+            shuffle them: in Trainer, set `train_sampling_strategy="sequential"`. None: rows keep
+            their order.
 
     Attributes:
         num_long: number of examples longer than `tokens`.
-        num_dropped: number of examples, or pieces of them, left out because they give no loss:
-            empty, with all labels masked, or of one token that nothing predicts.
+        num_dropped: number of examples, or pieces of them, dropped because they give no loss: they
+            are empty, have all labels masked, or have one token that nothing predicts.
         row_lengths: the lengths of each row's documents, in the order of this epoch.
 
     Raises:
-        ValueError: an argument is invalid, an example is no tokenized document (the message has
+        ValueError: an argument is invalid, an example is not a tokenized document (the message has
             its index), or nothing is left to pack.
 
     `set_epoch` shuffles documents: those of equal length swap rows. Each row keeps the lengths of
-    its documents, so the number of rows stays the one that Trainer planned with, each document
-    comes once per epoch, and without `rows_per_step` `row_lengths` stay true. A document whose
-    length is unique keeps its row. Without `rows_per_step`, rows have a random order that is the
-    same in each epoch; shuffle them in the loader, as Trainer does.
+    its documents, so the number of rows stays as Trainer planned, each document comes once per
+    epoch, and without `rows_per_step` `row_lengths` stay valid. A document whose length is unique
+    keeps its row. Without `rows_per_step`, rows have a random order that is the same in each epoch;
+    shuffle them in the loader, as Trainer does.
 
     >>> rows = PackedDataset([[1, 2, 3, 4, 5], [6, 7, 8], list(range(10, 19))], 8, seed=None)
     >>> [[document["input_ids"].tolist() for document in row] for row in rows]
@@ -114,7 +115,7 @@ class PackedDataset(Dataset[list[Columns]]):
         self.num_long = self.num_dropped = 0
         self._examples, self._starts, self._stops = self._pieces()
         self._plan, self._ends = self._planned(strategy)
-        # An epoch, the pieces of its rows, and the order of these.
+        # An epoch, the pieces of its rows, and the order of the rows.
         self._drawn: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
         # Loader workers that persist see the epoch of the main process.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -128,7 +129,7 @@ class PackedDataset(Dataset[list[Columns]]):
 
         Raises:
             IndexError: there is no such row.
-            ValueError: an example is no tokenized document.
+            ValueError: an example is not a tokenized document.
         """
         pieces, rows = self._shuffled()
         row = rows[range(len(self))[index]]
@@ -138,7 +139,8 @@ class PackedDataset(Dataset[list[Columns]]):
     def set_epoch(self, epoch: int) -> None:
         """Shuffle the documents, and with `rows_per_step` the rows. Trainer calls this.
 
-        accelerate's loaders do, unless there are several ranks and the sampler has its own epoch.
+        accelerate's loaders call it too, unless there are several ranks and the sampler has an
+        epoch.
         """
         self._epoch.fill_(require_int_at_least("epoch", epoch, 0))
 
@@ -166,7 +168,7 @@ class PackedDataset(Dataset[list[Columns]]):
         return self._drawn[1:]
 
     def _swapped(self, epoch: int) -> NDArray[np.int64]:
-        """The plan, in which pieces of equal length change places."""
+        """The plan with pieces of equal length swapped."""
         if self.seed is None:
             return self._plan
         lengths = self._stops - self._starts
@@ -176,7 +178,7 @@ class PackedDataset(Dataset[list[Columns]]):
         return swapped[self._plan]
 
     def _ordered(self, epoch: int) -> NDArray[np.int64]:
-        """Row indices, step by step. What fills no step comes last."""
+        """Row indices, step by step. Rows that do not fill a step come last."""
         if self.seed is None or self.rows_per_step is None:
             return np.arange(len(self))
         generator = np.random.default_rng([self.seed, epoch, 1])
@@ -205,15 +207,15 @@ class PackedDataset(Dataset[list[Columns]]):
             first, last = labelled_spans(columns, lengths, examples, starts, stops)
             span = starts.astype(np.int32), stops.astype(np.int32)
             found.append((examples + begin, *span, last > first, last >= first))
-        if self.next_token_labels is None or not given:  # labels of the collator are next tokens
+        if self.next_token_labels is None or not given:  # the collator makes next-token labels
             self.next_token_labels = not (given and differs)
         examples, starts, stops, later, any_at_all = map(np.concatenate, zip(*found, strict=True))
         kept = later if self.next_token_labels else any_at_all
         self.num_dropped += int((~kept).sum())
         if not kept.any():
             raise ValueError(
-                f"dataset must hold a document with labels that are not -100, got none in "
-                f"{len(self.dataset)} examples; check their labels and masks, and tokens="
+                f"dataset must contain a document with labels that are not -100, got "
+                f"{len(self.dataset)} examples without; check their labels and masks, and tokens="
                 f"{self.tokens}, long={self.long!r}."
             )
         return examples[kept], starts[kept], stops[kept]

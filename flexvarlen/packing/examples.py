@@ -23,7 +23,7 @@ from flexvarlen.packing.pack import cut_into
 Columns = dict[str, NDArray[Any]]
 Long = Literal["split", "truncate", "drop"]
 
-_LABELLING = ("labels", "attention_mask", *LOSS_MASKS)  # they say which tokens are trained on
+_LABELLING = ("labels", "attention_mask", *LOSS_MASKS)  # columns that say what is trained on
 _BLOCK = 2_000  # examples read at a time: their labels are in memory together
 _REPORT_S = 5.0  # between two lines of progress
 
@@ -41,7 +41,7 @@ def require_sequence(dataset: Any) -> None:
 
 
 def check_options(long: Any, extra: Any, next_token_labels: Any) -> None:
-    """Raise ValueError for an option that is not among those documented."""
+    """Raise ValueError for an option with an undocumented value."""
     if long not in get_args(Long):
         raise ValueError(f"long must be split, truncate or drop, got {long!r}; choose one.")
     if not isinstance(next_token_labels, bool | None):
@@ -61,7 +61,7 @@ def columns_of(example: Any, described: str, extra: Collection[str]) -> Columns:
     """The columns of an example.
 
     Raises:
-        ValueError: it is no tokenized document; the message begins with `described`.
+        ValueError: it is not a tokenized document; the message begins with `described`.
     """
     try:
         if is_list_of_documents(example):
@@ -72,14 +72,13 @@ def columns_of(example: Any, described: str, extra: Collection[str]) -> Columns:
         rows = list(rows_of(example, extra))
         if len(rows) != 1:
             raise ValueError(
-                f"input_ids must be those of one document, got {len(rows)} rows; pass the rows "
-                "one by one."
+                f"input_ids must be one document, got {len(rows)} rows; pass the rows one by one."
             )
         for name in ("seq_lengths", *BOUNDARIES):
             if name in rows[0]:
                 raise ValueError(
-                    f"columns must be of one document, got {name}, of a packed row; pass what "
-                    "was tokenized, before it was packed."
+                    f"columns must describe one document, got {name}, which describes a packed "
+                    "row; pass tokenized examples that are not packed yet."
                 )
         check_row(rows[0], extra)
     except ValueError as error:
@@ -90,9 +89,9 @@ def columns_of(example: Any, described: str, extra: Collection[str]) -> Columns:
 def blocks(
     dataset: Any, extra: Collection[str]
 ) -> Iterator[tuple[int, NDArray[np.int64], Columns]]:
-    """First example, lengths and concatenated columns of some examples after others.
+    """Yield blocks of examples: index of the first, lengths and concatenated columns.
 
-    The columns are those that say what is trained on, and input_ids with labels; or none.
+    The columns are those that say what is trained on, and input_ids if there are labels; or none.
     """
     first = dataset[0]
     names: list[str] = []
@@ -114,7 +113,7 @@ def blocks(
 def _of_arrow(
     dataset: Any, begin: int, end: int, names: list[str]
 ) -> tuple[NDArray[np.int64], Columns] | None:
-    """Lengths and columns of examples of a `datasets.Dataset`; None if there are no such lists."""
+    """Lengths and columns of examples of a `datasets.Dataset`; None if they are not Arrow lists."""
     if not hasattr(dataset, "with_format") or dataset.format["type"] == "custom":
         return None
     if names:
@@ -127,7 +126,7 @@ def _of_arrow(
             return None  # lists of one size, or of lists
         lengths[name] = np.concatenate([np.diff(each.offsets.to_numpy()) for each in lists])
     if any((each != lengths["input_ids"]).any() for each in lengths.values()):
-        return None  # to find the example, and say so
+        return None  # reading one by one finds the example and names it
     columns = {
         name: np.concatenate([x.flatten().to_numpy(zero_copy_only=False) for x in column.chunks])
         for name, column in ((name, table.column(name)) for name in names)
@@ -138,7 +137,7 @@ def _of_arrow(
 
 
 def joined(rows: list[Columns]) -> tuple[NDArray[np.int64], Columns]:
-    """Lengths and columns of examples that were read. One that some lack masks nothing in them."""
+    """Lengths and columns of examples; a column that an example lacks masks nothing there."""
     names = [name for name in _LABELLING if any(name in row for row in rows)]
     columns: Columns = {}
     for name in ("input_ids", *names) if names else ():
@@ -152,7 +151,7 @@ def joined(rows: list[Columns]) -> tuple[NDArray[np.int64], Columns]:
 def cut_long(
     lengths: NDArray[np.int64], tokens: int, long: Long
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Examples, starts and stops of the pieces of at most `tokens` tokens."""
+    """The pieces of at most `tokens` tokens: their examples, starts and stops."""
     if long == "split":
         return cut_into(lengths, tokens)
     most = tokens if long == "drop" else lengths.max(initial=0)
@@ -180,7 +179,7 @@ def labelled_spans(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The first token of each piece, without padding, and its last one with a label.
 
-    The label of a piece's first token, if of a next token, is ignored.
+    A next-token label at a piece's first token is ignored.
     """
     begins = (np.cumsum(lengths) - lengths)[examples]
     if not columns:

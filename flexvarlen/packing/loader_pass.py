@@ -1,9 +1,9 @@
 """The state of accelerate's data loader that the sampler and the collators need.
 
-`Trainer` uses it too. The loader's iteration counter is the epoch, but on several processes one
-that skips batches (`skip_first_batches`, a resumed `Trainer`) does not forward it. The loader also
-prefetches one batch. The state is read from accelerate's list of active loaders, without importing
-accelerate.
+`Trainer` uses this loader too. Its iteration counter is the epoch, but on several processes a
+loader that skips batches (`skip_first_batches`, a resumed `Trainer`) does not forward it. The
+loader also prefetches one batch. The state is read from accelerate's list of active loaders,
+without importing accelerate.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def current_pass(sampler: object, of: object = None) -> LoaderPass | None:
 
 
 def is_dispatched(loaders: Sequence[Any] | None = None) -> bool:
-    """Whether accelerate loads batches in one process for all, which get tensors alone.
+    """Whether accelerate loads batches in one process for all, and sends only tensors.
 
     Args:
-        loaders: accelerate's; None: those of unfinished passes.
+        loaders: accelerate's loaders; None: the loaders of unfinished passes.
     """
     if loaders is None:
         if (state := sys.modules.get("accelerate.state")) is None:
@@ -101,7 +101,7 @@ def is_dispatched(loaders: Sequence[Any] | None = None) -> bool:
 
 
 def _instances(objects: Sequence[Any], name: str) -> list[Any]:
-    """Those of a class of accelerate's loaders; none where accelerate is not imported."""
+    """The instances of a class of accelerate's loaders; empty if accelerate is not imported."""
     module = sys.modules.get("accelerate.data_loader")
     kind = None if module is None else required(module, name, "the state of a loader")
     return [] if kind is None else [each for each in objects if isinstance(each, kind)]

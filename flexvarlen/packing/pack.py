@@ -196,7 +196,7 @@ def _best_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[list
 
 
 def _taken(chunks: list[NDArray[np.int64]], wanted: int) -> NDArray[np.int64]:
-    """Remove and return `wanted` rows, or all if there are fewer; the others stay in `chunks`."""
+    """Remove up to `wanted` rows from `chunks` and return them."""
     found: list[NDArray[np.int64]] = []
     while chunks and wanted:
         chunk = chunks.pop()

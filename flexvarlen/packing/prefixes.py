@@ -25,15 +25,16 @@ _IDS = "tokenize it, and pass token ids"
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Samples as one row of trees.
+    """Samples that share prefixes, laid out as one row of trees.
 
     Attributes:
         input_ids: int64 `[1, T]`.
-        shift_labels: int64 `[1, T]`, the label of each token's next token; -100 where it has none.
-        sample_counts: int64 `[1, T]`, how many samples each token stands for; 0 at padding.
-        label_counts: int64 `[1, T]`, in how many of these the label counts.
+        shift_labels: int64 `[1, T]`, the label of each token's next token; -100 without a label.
+        sample_counts: int64 `[1, T]`, how many samples share each token; 0 at padding.
+        label_counts: int64 `[1, T]`, in how many of these samples the label counts.
         layout: the trees.
-        paths: for each sample, in the caller's order, the tokens that it consists of, int64 `[L]`.
+        paths: for each sample, in the caller's order, the indices of its tokens in the row,
+            int64 `[L]`.
     """
 
     input_ids: Tensor
@@ -54,13 +55,13 @@ class SharedPrefixes:
         }
 
     def unfold(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x of each sample, in the caller's order; the gradients of a shared token add up.
+        """Split x into one tensor per sample; the gradients of a shared token add up.
 
         Args:
             x: `[T, ...]` or `[1, T, ...]`, such as logits or hidden states.
 
         Returns:
-            A tensor `[L, ...]` for each sample.
+            A tensor `[L, ...]` for each sample, in the caller's order.
 
         Raises:
             ValueError: another number of tokens.
@@ -75,11 +76,11 @@ class SharedPrefixes:
         return tuple(x_T[path.to(x.device)] for path in self.paths)
 
     def save_picture(self, path: str | Path, names: Sequence[str] | None = None) -> Path:
-        """Draw the trees as a PNG: a line for each branch, and where each sample ends. Syncs.
+        """Draw the trees as a PNG, with a line for each branch and the end of each sample. Syncs.
 
         Args:
             path: output file ending in .png; missing folders are created.
-            names: of the samples; default: their numbers.
+            names: names of the samples; default: their indices.
 
         Returns:
             The path.
@@ -104,27 +105,28 @@ def share_prefixes(
     max_depth: int | None = None,
     min_tokens: int = 1,
 ) -> SharedPrefixes:
-    """Lay samples out as trees, in which what they have in common is computed once.
+    """Lay samples out as trees, so that prefixes they share are computed once.
 
     Samples share a token if all tokens up to it are equal, and the labels of their next tokens
     agree; -100 agrees with every label, so that a token may have a label in only some of its
-    samples. Branches begin at the first token that differs, or, where several of them have labels
-    there, one token before it. Equal samples share everything, and a sample that others continue
-    is the beginning of one of them. A label that is not its own token counts as a difference.
+    samples. Branches begin at the first token that differs, or, where several branches have labels
+    there, one token before it. Equal samples share everything, and a sample that others continue is
+    the beginning of one of them. A label that is not its own token counts as a difference.
 
     Args:
-        samples: token ids, or mappings with `input_ids` and perhaps `labels`, aligned with the
+        samples: token ids, or mappings with `input_ids` and optionally `labels`, aligned with the
             input_ids as in transformers, not shifted; -100 is ignored by the loss.
         total_tokens: T; default: the tokens of the trees. The rest is padding.
-        pad_token_id: what padding holds, which no sample sees; None: 0.
+        pad_token_id: token id for padding, which no sample sees; None: 0.
         device: where the tensors go.
         capacity, max_seqlen_bound: as in `PackedLayout.from_tree`.
-        max_depth: segments on a path at most; below, samples share nothing. Default: no bound.
-        min_tokens: of a shared segment; a shorter one is repeated in each of its branches.
+        max_depth: maximum number of segments on a path; below, samples share nothing. Default:
+            no bound.
+        min_tokens: minimum length of a shared segment; a shorter one is repeated in each branch.
 
     Raises:
-        ValueError: no samples, one without tokens, or with another number of labels than of tokens;
-            and as `PackedLayout.from_tree`.
+        ValueError: there are no samples, one has no tokens or another number of labels than of
+            tokens; or as in `PackedLayout.from_tree`.
 
     >>> shared = share_prefixes([[5, 6, 7, 8], [5, 6, 7, 9]])
     >>> shared.input_ids.tolist(), shared.sample_counts.tolist()
@@ -167,14 +169,14 @@ def share_prefixes(
 
 
 def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Tokens with their labels, or themselves at -100, int64 `[L, 2]`; is_label, bool `[L]`."""
+    """Tokens and labels (the token at -100), int64 `[L, 2]`; which are labels, bool `[L]`."""
     given = sample if isinstance(sample, Mapping) else {"input_ids": sample}
     others = [name for name in given if name not in ("input_ids", "labels")]
     if others or "input_ids" not in given:
         raise ValueError(
-            "a sample must have input_ids and perhaps labels, and no other column, got "
+            "a sample may only have the columns input_ids and labels, got "
             f"{', '.join(given)} at index {index}; set labels to -100 where a mask is 0, "
-            "and drop the others."
+            "and drop the other columns."
         )
     ids = int64s(f"input_ids of sample {index}", given["input_ids"], _IDS)
     labels = ids
@@ -182,7 +184,7 @@ def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray
         labels = int64s(f"labels of sample {index}", given["labels"], _IDS)
     if ids.min(initial=0) < 0:
         raise ValueError(
-            f"input_ids of sample {index} must be at least 0, got {ids.min()}; fix it (only "
+            f"input_ids of sample {index} must be at least 0, got {ids.min()}; fix them (only "
             "labels may be -100)."
         )
     why = why_not_labels(f"labels of sample {index}", labels)
@@ -190,8 +192,8 @@ def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray
         raise ValueError(why)
     if not len(ids) or len(labels) != len(ids):
         raise ValueError(
-            "a sample must have tokens, and as many labels, got "
-            f"{len(ids)} and {len(labels)} at index {index}; drop or fix it."
+            "a sample must have at least one token and a label for each, got "
+            f"{len(ids)} tokens and {len(labels)} labels at index {index}; drop or fix it."
         )
     is_label = labels != IGNORE_INDEX
     is_label[0] = False  # no token predicts the first
@@ -202,7 +204,7 @@ def _checked(min_tokens: int, max_depth: int | None) -> tuple[int, int | None]:
     """Both as ints.
 
     Raises:
-        ValueError: one is no integer, or below 1.
+        ValueError: one is not an integer, or is below 1.
     """
     depth = None if max_depth is None else require_int_at_least("max_depth", max_depth, 1)
     return require_int_at_least("min_tokens", min_tokens, 1), depth
@@ -210,15 +212,17 @@ def _checked(min_tokens: int, max_depth: int | None) -> tuple[int, int | None]:
 
 @dataclass(frozen=True)
 class TreeCollator:
-    """Makes a batch of samples one row of trees, for a patched model.
+    """Collates samples into one row of trees, for a patched model.
 
-    The model's loss is then `tree_loss`: that of the samples computed one by one. Batches of equal
-    total_tokens, capacity, max_seqlen_bound and max_depth share one compiled graph.
+    The model's loss is then `tree_loss`, which equals the loss of the samples computed one by one.
+    Batches of equal total_tokens, capacity, max_seqlen_bound and max_depth share one compiled
+    graph.
 
     Args:
-        tokenizer: the model's, or None; padding gets its pad token if `pad_token_id` is None.
-        total_tokens and all others: as in `share_prefixes`; keyword arguments. A wrong one raises
-            where the collator is made.
+        tokenizer: the model's tokenizer, or None; its pad token fills the padding if `pad_token_id`
+            is None.
+        total_tokens and all others: as in `share_prefixes`; keyword arguments, checked when the
+            collator is made.
     """
 
     tokenizer: Any = None
@@ -242,7 +246,7 @@ class TreeCollator:
             features: samples, or nested lists or iterators of them (groups, and rows of groups).
 
         Raises:
-            ValueError: as `share_prefixes`.
+            ValueError: as in `share_prefixes`.
         """
         if is_dispatched():
             self.check_dispatched()
@@ -253,8 +257,8 @@ class TreeCollator:
     def check_dispatched(self) -> None:
         """Raise: trees cannot be sent to other processes."""
         raise ValueError(
-            "TreeCollator must run in each process, got accelerate's loader that loads the batches "
-            f"of all processes in one; {DISPATCH_NOTHING}."
+            "TreeCollator must run in each process, but accelerate loads the batches of all "
+            f"processes in one; {DISPATCH_NOTHING}."
         )
 
 

@@ -29,8 +29,8 @@ def balanced_steps(
     """Cut shuffled rows into steps of `size` rows, of about equal cost within each step.
 
     Args:
-        costs: of each row.
-        order: indices of rows; as many as whole steps hold.
+        costs: attention cost of each row.
+        order: indices of rows; a multiple of `size`.
         size: number of rows in a step.
         window: number of steps whose rows are sorted together.
         generator: shuffles the steps of a window, and the rows of a step.
@@ -89,11 +89,11 @@ class BalancedSampler(Sampler[int]):
         if rank is not None and not 0 <= rank < num_replicas:
             raise ValueError(
                 f"rank must be None or from 0 to {num_replicas - 1}, got {rank}; pass the "
-                "process's own."
+                "process's rank."
             )
         if isinstance(rows, str) or not isinstance(rows, Collection):
             raise ValueError(
-                f"rows must be a list of rows, got {rows!r:.80}; give each row's document lengths."
+                f"rows must be a list of rows, got {rows!r:.80}; pass the document lengths of each."
             )
         if len(rows) < (num_replicas if drop_last else 1):
             raise ValueError(
@@ -105,7 +105,7 @@ class BalancedSampler(Sampler[int]):
         self.window, self.drop_last = window, drop_last
         # The epoch, the rows yielded so far, and where this pass and the next one begin.
         self.epoch = self._taken = self._start = self._begin = 0
-        self._asked: int | None = None  # epoch not yet passed on to accelerate's loader
+        self._requested: int | None = None  # epoch not yet passed on to accelerate's loader
         self._drawer: weakref.ref[Any] | None = None  # accelerate's loader of this pass
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class BalancedSampler(Sampler[int]):
         if loader is not None:
             self._check(loader)
             self._follow(loader)
-            self._asked = None
+            self._requested = None
             if self._begin == len(self):
                 loader.set_epoch(self.epoch + 1)  # the loader does not count an empty pass
         order = [row for step in self.steps() for row in self._own(step)]
@@ -161,10 +161,10 @@ class BalancedSampler(Sampler[int]):
         if loader is not None and loader.epoch == epoch:
             self._follow(loader)
             if not loader.draws:
-                self._begin, self._asked = 0, None
+                self._begin, self._requested = 0, None
         else:
             self._go_to(epoch)
-            self._asked = epoch
+            self._requested = epoch
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_drawer": None}
@@ -188,11 +188,11 @@ class BalancedSampler(Sampler[int]):
         Raises:
             ValueError: the state has other rows, ranks or options, so the order would differ.
         """
-        for name, mine in self._order().items():
-            if state[name] != mine:
+        for name, expected in self._order().items():
+            if state[name] != expected:
                 raise ValueError(
-                    f"state must have the same {name}, {mine}, got {state[name]}; restore it, "
-                    "or restart the epoch."
+                    f"the state's {name} must be {expected}, got {state[name]}; use that {name} "
+                    "again, or restart the epoch."
                 )
         if not 0 <= state["taken"] <= len(self):
             raise ValueError(
@@ -200,7 +200,7 @@ class BalancedSampler(Sampler[int]):
             )
         self.epoch, self.seed = state["epoch"], state["seed"]
         self._taken = self._start = self._begin = state["taken"]
-        self._asked = self.epoch
+        self._requested = self.epoch
 
     def _go_to(self, epoch: int) -> None:
         if epoch == self.epoch:
@@ -214,10 +214,10 @@ class BalancedSampler(Sampler[int]):
 
     def _follow(self, loader: LoaderPass) -> None:
         """Synchronize epochs: use the one set on this sampler, or else the loader's."""
-        if self._asked is None:
+        if self._requested is None:
             self._go_to(loader.epoch)
         else:
-            loader.set_epoch(self._asked)
+            loader.set_epoch(self._requested)
 
     def _check(self, loader: LoaderPass) -> None:
         """Raise if the loader also shards or skips rows."""
@@ -229,8 +229,8 @@ class BalancedSampler(Sampler[int]):
         if self._begin and loader.skipped:
             raise ValueError(
                 f"skip_first_batches must not be called after load_state_dict, got {loader.skipped}"
-                f" batches to skip after {self._begin} rows; leave one of them out (Trainer skips "
-                "batches itself when it resumes, unless ignore_data_skip=True)."
+                f" batches to skip after {self._begin} rows; remove one of the calls (Trainer "
+                "skips batches itself when it resumes, unless ignore_data_skip=True)."
             )
         if loader.dispatches and loader.processes > 1 and loader.skipped:
             warnings.warn(

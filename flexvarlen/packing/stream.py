@@ -27,26 +27,26 @@ from flexvarlen.packing.pack import pack
 class StreamPacker(IterableDataset[list[Columns]]):
     """Packs a stream of tokenized examples, for a `DataLoader` or `Trainer` with `PackedCollator`.
 
-    Items are rows as those of `PackedDataset`. Documents are collected in a buffer. When it is
+    Items are rows, as in `PackedDataset`. Documents are collected in a buffer. When it is
     full, they are packed best fit decreasing. The row of the oldest document and the fullest other
     rows, half of all rows, are yielded; the other documents stay in the buffer.
 
-    Trainer resumes by skipping batches of the first pass. Resumed after that pass, it begins the
-    second anew and trains other rows than a run that was not interrupted, as with any stream;
-    `state_dict` and `load_state_dict` continue at the same row.
+    Trainer resumes by skipping batches of the first pass. If it resumes after that pass, it starts
+    the second from the beginning and trains on other rows than an uninterrupted run, as with any
+    stream; `state_dict` and `load_state_dict` continue at the same row.
 
     Each worker of a loader packs a share of the stream. A torch or `datasets` IterableDataset
-    gives each worker its own; of another iterable, each takes every n-th example.
+    assigns the shares itself; of any other iterable, each of n workers takes every n-th example.
 
     Args:
-        dataset: the examples: a `datasets.IterableDataset` or any other iterable, of what
-            `PackedDataset` takes. An iterator can be packed once; a second pass raises.
+        dataset: the examples, as in `PackedDataset`, in a `datasets.IterableDataset` or any other
+            iterable. An iterator can be packed once; a second pass raises an error.
         tokens: number of tokens in a row, at least 1.
         long: what happens to longer examples, as in `PackedDataset`.
         buffer: maximum number of buffered documents; a larger buffer fills the rows better.
         extra: names of additional columns, as in `PackedDataset`.
-        next_token_labels: whether given labels are next-token labels; None: those of an example
-            are, unless one of them differs from its token.
+        next_token_labels: whether given labels are next-token labels; None: True for an example
+            unless one of its labels differs from its token.
 
     Attributes:
         num_long: number of examples of this pass that were longer than `tokens`.
@@ -54,9 +54,9 @@ class StreamPacker(IterableDataset[list[Columns]]):
             `PackedDataset`. Loader workers count both in their own copies.
 
     Raises:
-        ValueError: an argument is invalid; or, while rows are drawn, an example is no tokenized
-            document (the message has its number), or as many as the buffer holds give no loss,
-            or, without loader workers, in the whole stream.
+        ValueError: an argument is invalid; or, while rows are drawn, an example is not a tokenized
+            document (the message has its number), or no example gives a loss among as many as the
+            buffer holds or, without loader workers, in the whole stream.
 
     >>> stream = StreamPacker([[1, 2, 3, 4, 5], [6, 7, 8], list(range(10, 19))], 8, buffer=4)
     >>> [[document["input_ids"].tolist() for document in row] for row in stream]
@@ -86,25 +86,25 @@ class StreamPacker(IterableDataset[list[Columns]]):
         self.dataset, self.long, self.extra = dataset, long, tuple(extra)
         self.next_token_labels = next_token_labels
         self.num_long = self.num_dropped = 0
-        self._taken = self._begin = 0  # rows yielded, and to pass over in the next pass
+        self._taken = self._begin = 0  # rows yielded, and rows to skip in the next pass
         self._is_read = False  # of an iterator
         # Loader workers that persist see the epoch of the main process.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-        # The main process sees that workers pack, and so that it knows of no rows.
+        # Tells the main process that workers pack, so it cannot count the rows.
         self._in_workers = torch.zeros((), dtype=torch.bool).share_memory_()
 
     def __iter__(self) -> Iterator[list[Columns]]:
-        """Yield the packed rows, after those of the loaded state.
+        """Yield the packed rows that follow the loaded state.
 
         Raises:
-            ValueError: see the class; an iterator was read before; or the stream has fewer rows
-                than were consumed.
+            ValueError: see the class; or an iterator was read before, or the stream has fewer rows
+                than the loaded state.
         """
         if isinstance(self.dataset, Iterator):
             if self._is_read:
                 raise ValueError(
-                    "dataset must be an iterable that each pass reads from its beginning, got "
-                    f"a {type(self.dataset).__name__} that a pass has read; pass a list, a "
+                    "dataset must be an iterable that each pass can read from its beginning, got "
+                    f"a {type(self.dataset).__name__} that was read before; pass a list, a "
                     "datasets.IterableDataset, or an object whose __iter__ opens the stream."
                 )
             self._is_read = True
@@ -147,23 +147,23 @@ class StreamPacker(IterableDataset[list[Columns]]):
         """
         if self._in_workers and get_worker_info() is None:
             raise ValueError(
-                "num_workers must be 0 where the state of a StreamPacker is saved, as each worker "
-                "counts its own rows, got workers; remove them, or let Trainer skip batches."
+                "num_workers must be 0 to save the state of a StreamPacker, as each worker counts "
+                "its own rows; set it to 0, or let Trainer skip batches."
             )
         settings = {"tokens": self.tokens, "long": self.long, "buffer": self.buffer}
         return {"epoch": int(self._epoch), "rows": self._taken, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume: the next pass reads the stream from its beginning, and yields the other rows.
+        """Resume: the next pass reads the stream from its beginning and skips the rows yielded.
 
         Raises:
-            ValueError: the state has other settings.
+            ValueError: the state was saved with other settings.
         """
         for name in ("tokens", "long", "buffer"):
-            if state[name] != (mine := getattr(self, name)):
+            if state[name] != (expected := getattr(self, name)):
                 raise ValueError(
-                    f"state must be of {name} {mine}, got {state[name]}; make the packer with that "
-                    f"{name}, or restart the stream."
+                    f"the state's {name} must be {expected}, got {state[name]}; make the packer "
+                    f"with that {name}, or restart the stream."
                 )
         self._begin = 0
         self.set_epoch(state["epoch"])
@@ -185,14 +185,14 @@ class StreamPacker(IterableDataset[list[Columns]]):
                     yield from rows
         if not read and worker is None:
             raise ValueError(
-                "dataset must contain at least one example; pass a stream that is not empty, "
-                "and no iterator that was read before."
+                "dataset must contain at least one example; pass a stream that is not empty "
+                "and was not read before."
             )
         if not any_kept and (worker is None or read == self.buffer):
             raise ValueError(
-                "dataset must hold documents with labels that are not -100, got none in the first "
-                f"{read} examples; check their labels and masks, and tokens={self.tokens}, "
-                f"long={self.long!r}."
+                "dataset must contain documents with labels that are not -100, but the first "
+                f"{read} examples have none; check their labels and masks, and "
+                f"tokens={self.tokens}, long={self.long!r}."
             )
         while waiting:
             rows, waiting = self._packed(waiting)
@@ -213,7 +213,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
             self.num_dropped += 1
             return []
         next_token = self.next_token_labels
-        if "labels" not in columns:  # labels of the collator are next tokens
+        if "labels" not in columns:  # the collator makes next-token labels
             next_token = True
         elif next_token is None:
             next_token = not differ(columns["labels"], columns["input_ids"])
@@ -225,7 +225,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
         return [piece_of(columns, start, stop, next_token) for start, stop in spans]
 
     def _packed(self, waiting: list[Columns]) -> tuple[list[list[Columns]], list[Columns]]:
-        """Half of the rows of the buffer, the oldest document's first, and what still waits."""
+        """Half of the buffer's rows, the oldest document's first, and the remaining documents."""
         lengths = [document["input_ids"].size for document in waiting]
         rows = pack(lengths, self.tokens)
         rows.sort(key=lambda row: (0 not in row, -sum(lengths[index] for index in row)))

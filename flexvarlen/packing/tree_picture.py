@@ -1,6 +1,6 @@
 """Draw samples that share prefixes: a line for each branch, a bar for each segment.
 
-matplotlib is imported where something is drawn.
+matplotlib is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CONTEXT_COLOR, LABEL_COLOR = "#56B4E9", "#E69F00"
 _INCHES, _INCHES_A_LINE = 8.0, 0.34
-_HEIGHT = 0.62  # of a bar; lines are 1 apart
+_HEIGHT = 0.62  # height of a bar; lines are 1 apart
 
 
 class Drawn(NamedTuple):
@@ -36,7 +36,7 @@ def save_tree_picture(shared: Drawn, path: Path, names: Sequence[str] | None = N
     """Write the PNG; see `SharedPrefixes.save_picture`.
 
     Raises:
-        ValueError: another ending, or another number of names than of samples.
+        ValueError: the path does not end in .png, or there is not one name per sample.
     """
     if path.suffix.lower() != ".png":
         raise ValueError(f"path must end in .png, got {path.name!r}; only PNGs are written.")
@@ -44,7 +44,7 @@ def save_tree_picture(shared: Drawn, path: Path, names: Sequence[str] | None = N
         names = [f"sample {i}" for i in range(1, len(shared.paths) + 1)]
     if len(names) != len(shared.paths):
         raise ValueError(
-            f"names must be one for each of the {len(shared.paths)} samples, got {len(names)}."
+            f"names must have one entry for each of {len(shared.paths)} samples, got {len(names)}."
         )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,12 +1,12 @@
-"""What adjacent ranks send each other where a document continues on the next one.
+"""Exchange between adjacent ranks if a document continues on the next one.
 
-Each rank holds T consecutive tokens of a row. The convolution needs the last tokens of the rank
-before, and the scan its final state; their gradients go back. Only ranks between which a document
-continues talk to one another, and both ends in the same order.
+Each rank holds T consecutive tokens of a row. The convolution needs the last tokens of the previous
+rank, and the scan its final state; their gradients are sent back. Only ranks between which a
+document continues communicate, and both in the same order.
 
 Shapes: T = tokens of a rank, C channels, REACH = the widest convolution's kernel size - 1.
 
-Imports: torch. Never transformers.
+Imports torch, never transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def send(x: Tensor, step: int, group: str) -> Any:
 
     Args:
         x: contiguous; must not change before `wait()`.
-        step: 1, or -1 for the rank before.
+        step: 1, or -1 for the previous rank.
         group: the name of the ranks' group.
     """
     ranks = _group_of(group)
@@ -42,14 +42,14 @@ def receive(x: Tensor, step: int, group: str) -> Any:
 
 
 def _group_of(name: str) -> Any:
-    # here, as a torch built without distributed has no such module
+    # imported here, as a torch built without distributed lacks this module
     from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
     return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def shift(sent: Tensor | None, received: Tensor | None, step: int, group: str) -> None:
-    """Send to the rank `step` after this one and receive from the one `step` before; not if None.
+    """Send to the rank `step` after this one and receive from the one before; skip what is None.
 
     Not `batch_isend_irecv`, whose first call under NCCL must come from all ranks of the group.
     """
@@ -64,7 +64,7 @@ def shift(sent: Tensor | None, received: Tensor | None, step: int, group: str) -
 
 @torch.library.custom_op("flexvarlen::prepend_tokens", mutates_args=(), tags=NOT_CAPTURED)
 def prepend_tokens(x_TC: Tensor, links: Tensor, group: str) -> Tensor:
-    """`[REACH + T, C]`: x behind the last tokens of the rank before, or zeros if none continues."""
+    """`[REACH + T, C]`: the previous rank's last tokens, or zeros if no document continues; x."""
     found, own = BoundaryLinks.of(links), x_TC.contiguous()
     out = x_TC.new_empty(REACH + len(x_TC), x_TC.shape[1])
     out[REACH:] = own
@@ -114,18 +114,18 @@ prepend_tokens.register_autograd(_gradients, setup_context=_keep)
 def receive_state(
     shape: tuple[int, ...], dtype: torch.dtype, group: str, sources: Sequence[Tensor]
 ) -> Tensor:
-    """The final state of the rank before; its gradient goes back there.
+    """The final state of the previous rank; its gradient is sent back there.
 
     Args:
-        sources: all that the scan reads. The state requires a gradient if one of them does, as the
-            output of the rank before does then.
+        sources: all inputs of the scan. The state requires a gradient if one of them does, as the
+            previous rank's output then does.
     """
     found: Tensor = _ReceiveState.apply(shape, dtype, group, *sources)  # type: ignore[no-untyped-call]
     return found
 
 
 def send_state(out: Tensor, state: Tensor, group: str) -> Tensor:
-    """The output of a document, whose final state goes to the next rank."""
+    """The output of a document; its final state is sent to the next rank."""
     found: Tensor = _SendState.apply(out, state.contiguous(), group)  # type: ignore[no-untyped-call]
     return found
 

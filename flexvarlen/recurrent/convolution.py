@@ -19,7 +19,7 @@ from flexvarlen.recurrent.documents import REACH, WIDEST_CONVOLUTION, RecurrentD
 def causal_convolution(
     x_TC: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, documents: RecurrentDocuments
 ) -> Tensor:
-    """Each token's sum over itself and the tokens before it in its document, or on its path.
+    """Convolve each token with itself and earlier tokens of its document, or of its path.
 
     Args:
         x_TC: `[T, C]`.
@@ -33,7 +33,7 @@ def causal_convolution(
     Forward and backward are deterministic. No sync; traces.
 
     Raises:
-        NotImplementedError: the row is spread over ranks, and W is more than 4.
+        NotImplementedError: the row is split over ranks, and W is more than 4.
     """
     if documents.over_ranks and weight.shape[1] > WIDEST_CONVOLUTION:
         raise NotImplementedError(
@@ -66,7 +66,7 @@ def _path_sums(x_TC: Tensor, weight: Tensor, bias: Tensor | None, previous: Tens
         there, index = before >= 0, before.clamp(min=0).long()
         # embedding, as the gradient of x_TC[index] is summed in any order
         out = out + F.embedding(index, x_TC).masked_fill(~there[:, None], 0) * weight[:, -back]
-        before = previous[index]  # -1 where there is none, as before token 0
+        before = previous[index]  # -1 if there is no earlier token
     return out if bias is None else out + bias
 
 

@@ -1,6 +1,6 @@
 """`RecurrentDocuments`: the documents of a packed row, as convolutions and scans need them.
 
-Shapes: T = total_tokens; N = number of slots: of documents, or of the segments of trees.
+Shapes: T = total_tokens; N = number of slots for documents, or for segments of trees.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from flexvarlen.layout.token_map import Permutation, SameOrder, TokenMap
 CHUNK = 64
 """Tokens of a chunk of fla's kernels."""
 WIDEST_CONVOLUTION = 4
-"""The width up to which the next tokens of trees are listed, which all verified families have."""
+"""Maximum width for which next tokens of trees are listed; no verified family exceeds it."""
 REACH = WIDEST_CONVOLUTION - 1
-"""Tokens of the rank before that a convolution may read."""
+"""Tokens of the previous rank that a convolution may read."""
 
 
 class Branches(NamedTuple):
-    """Further tables of trees, in the order of their levels (see `LevelOrder`).
+    """Additional tables for trees, in the order of their levels (see `LevelOrder`).
 
     Attributes:
-        parents: int32 `[N + 1]`, the slot whose final state each starts from, -1 at a root.
-        levels: of `LevelOrder`, on the host.
+        parents: int32 `[N + 1]`, the slot whose final state each slot starts from, -1 at a root.
+        levels: levels of the `LevelOrder`, on the host.
     """
 
     parents: Tensor
@@ -48,45 +48,45 @@ def by_level(segments: Segments, total_tokens: int) -> Permutation:
 
 
 class RecurrentDocuments:
-    """What all recurrent layers of one forward share.
+    """The tables that all recurrent layers of one forward share.
 
-    Documents that are trees run in the order of their levels, which `tokens` enter before a layer
-    and leave after it. All other attributes are in that order; a segment is then what a document is
-    elsewhere. Padding after the last document is a document of its own here, as kernels leave
-    tokens outside of all documents unwritten.
+    Trees run in the order of their levels, into which `tokens` permutes before a layer and back
+    after it. All other attributes are in that order, with segments in place of documents. Padding
+    after the last document counts as a document here, as kernels leave tokens outside of all
+    documents unwritten.
 
     Attributes:
         layout: the documents.
-        tokens: from the order of the row to that of recurrent layers, and back.
-        branches: of trees; None of plain documents.
-        over_ranks: whether a document of such a row may lie on several ranks.
-        links: `BoundaryLinks`, if one of this row does; else None.
-        group: the name of the ranks' group, of a shard.
-        previous: int32 `[T]`, the token before each in its document, or on its path; -1 if none.
-            With links `[REACH + T]`, of the last tokens of the rank before too.
-        next_tokens: of trees, whose convolution reads each token (see `_next_tokens`); else None.
-        padding: bool `[T]`, True at padding; None where the host knows that there is none.
+        tokens: permutation from the order of the row to that of recurrent layers, and back.
+        branches: tables of trees; None for plain documents.
+        over_ranks: whether a document of such a row may be split over several ranks.
+        links: the `BoundaryLinks` if a document of this row is split; else None.
+        group: the name of the ranks' group, for a shard.
+        previous: int32 `[T]`, the previous token in each token's document, or on its path; -1 if
+            there is none. With links `[REACH + T]`, including the previous rank's last tokens.
+        next_tokens: for trees, the tokens whose convolution reads each token (see `_next_tokens`).
+        padding: bool `[T]`, True at padding; None if the host knows that there is no padding.
         cu_seqlens: int32 `[N + 3]`: the boundaries, then T twice. Slot i holds the tokens from
             `cu_seqlens[i]` to `cu_seqlens[i + 1]`: the documents, unused slots, the padding after
-            the last document, and at the end a slot that is always empty.
+            the last document, and finally a slot that is always empty.
         chunk_indices: int32 `[T // 64 + N + 1, 2]`: the slot of each chunk of 64 tokens, and its
             number in the document. Chunks past the last one belong to the empty slot.
-        meanwhile: what else the first layer may compile while it checks its scan; or None.
+        meanwhile: other work that the first layer may compile while it checks its scan; or None.
 
     No sync; traces.
     """
 
     def __init__(self, layout: PackedLayout, *, group: str = "", for_any_row: bool = False) -> None:
-        """Compute what layers share.
+        """Compute the tables.
 
         Args:
             layout: the documents; or a rank's contiguous shard of them.
-            group: the name of the ranks' group, of a shard.
-            for_any_row: whether a graph that runs for other documents too reads it, even if it is
-                not made inside of one (layers that are compiled one by one).
+            group: the name of the ranks' group, for a shard.
+            for_any_row: whether a compiled graph that also runs for other documents reads the
+                tables, although they are made outside of it (layers compiled one by one).
 
         Raises:
-            ValueError: a convolution may need tokens of more than one rank before.
+            ValueError: a convolution may need tokens of more than one previous rank.
         """
         self.layout, self.for_any_row = layout, for_any_row
         self.meanwhile: Callable[[], None] | None = None
@@ -121,7 +121,7 @@ class RecurrentDocuments:
     def to(
         self, device: torch.device | str | int | None, *, non_blocking: bool = False
     ) -> RecurrentDocuments:
-        """The same on another device, for accelerate, which calls this before layers."""
+        """A copy on another device, for accelerate, which calls this before layers."""
         if device is None or torch.device(device) == self.layout.device:
             return self
         moved = self.layout.to(torch.device(device), non_blocking=non_blocking)
@@ -130,7 +130,7 @@ class RecurrentDocuments:
         return self.of_layout(moved)
 
     def of_layout(self, moved: PackedLayout) -> RecurrentDocuments:
-        """Those of a copy of the layout on another device."""
+        """The tables for a copy of the layout on another device."""
         return RecurrentDocuments(moved, group=self.group, for_any_row=self.for_any_row)
 
     def zero_padding(self, x: Tensor) -> Tensor:
@@ -141,10 +141,10 @@ class RecurrentDocuments:
 
 
 def _with_tokens_before(previous: Tensor, position: Tensor) -> Tensor:
-    """`previous` of a rank's T tokens, `[REACH + T]`, behind the last tokens of the rank before.
+    """`previous` for the previous rank's last tokens and a rank's T tokens, `[REACH + T]`.
 
     Args:
-        position: of the rank's first token in its document.
+        position: position of the rank's first token in its document.
     """
     tokens = torch.arange(REACH + 1, device=previous.device, dtype=torch.int32)
     firsts = torch.where(REACH + 1 - tokens <= position, tokens - 1, -1)
@@ -177,7 +177,7 @@ def _next_tokens(starts: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
     real = tokens < starts[1:, None]
     keys, index = [], torch.where(real, tokens, -1)
     for distance in range(1, REACH + 1):
-        index = previous[index.clamp(min=0)]  # -1 where there is none, as before token 0
+        index = previous[index.clamp(min=0)]  # -1 if there is no earlier token
         listed = (index >= 0) & (tokens - index != distance)
         keys.append(torch.where(listed, index, total_tokens))
     codes = 4 * tokens[..., None] + ahead + 1

@@ -1,7 +1,7 @@
 """The convolution and the scans of recurrent layers, over documents and trees.
 
 Each takes the function of transformers that it replaces, in plain torch, and that function's
-arguments. A scan runs by fla's kernel where it can, otherwise in that plain torch, one document or
+arguments. A scan uses fla's kernel if possible, else that plain torch function, one document or
 segment after another. The convolution is our own.
 
 Shapes: B rows of S tokens, T = B·S; C channels; W = width of the convolution; H heads of queries
@@ -48,7 +48,7 @@ def convolve(
         `[B, C, S]` in the dtype of hidden_states, zeros at padding.
 
     Raises:
-        NotImplementedError: another activation.
+        NotImplementedError: the activation is not supported.
 
     No sync; traces under `fullgraph=True`.
     """
@@ -90,7 +90,7 @@ def gated_delta_rule(
     Raises:
         NotImplementedError: an initial state is given, or the final state is requested.
 
-    With fla no sync, and it traces under `fullgraph=True`; else it loops over the documents.
+    With fla, does not sync and traces under `fullgraph=True`; else it loops over the documents.
     """
     _refuse_states(initial_state, output_final_state)
     shape = value.shape
@@ -148,7 +148,7 @@ def mamba2_scan(
         The output `[B, S, H, V]`, zeros at padding.
 
     Raises:
-        NotImplementedError: a state goes in or is to come out, or z is given.
+        NotImplementedError: an initial state or z is given, or the final state is requested.
 
     fla has no such scan, but linear attention with a decay: its query is C, its key B, its value
     `dt * hidden_states`, and the log of its decay `dt * A`.
@@ -185,7 +185,7 @@ def mamba2_scan(
 def _refuse_states(initial: Tensor | None, final: bool) -> None:
     if initial is not None or final:
         raise NotImplementedError(
-            "packed documents start from an empty state and leave none, got a cache; pack with "
+            "packed documents start from an empty state and return none, got a cache; pass "
             "use_cache=False."
         )
 
@@ -194,15 +194,15 @@ def _refuse_states(initial: Tensor | None, final: bool) -> None:
 
 
 _Scan = Callable[..., tuple[Tensor, Tensor | None]]
-"""state, keep, *tensors -> the outputs of one document, from a state; its final state if kept."""
+"""(state, keep, *tensors) -> the outputs of one document, and its final state if kept."""
 
 
 class _State(NamedTuple):
     """The state of a scan.
 
     Attributes:
-        shape: of that of one document.
-        weights: what the scan reads beside the rows.
+        shape: shape of one document's state.
+        weights: inputs of the scan besides the rows.
     """
 
     shape: tuple[int, ...]
@@ -221,14 +221,14 @@ def _loop_over_documents(
 ) -> Tensor:
     """Call `run` with each document's part `[1, length, ...]` of the rows; zeros at padding.
 
-    A segment of a tree starts from the final state of its parent, and a document that comes from
-    the rank before from the state there, after all others. Syncs for trees, and where only the
-    device knows the documents. Warns once of the cost, and says why.
+    A segment of a tree starts from the final state of its parent. A document that continues from
+    the previous rank starts from the state there, after all others. Syncs for trees, and if only
+    the device knows the documents. Warns once of the cost, with the reason.
     """
     if documents.over_ranks and like.is_cuda:
         raise NotImplementedError(
-            "recurrent layers over ranks need fla's kernels on a GPU, as ranks that run different "
-            f"ones would wait for each other, got none: {why}; give each rank rows of its own."
+            "recurrent layers over ranks need fla's kernels on a GPU, as ranks with different "
+            f"kernels would wait for each other, but {why}; give each rank its own rows."
         )
     _warn_of_loop(why)
     layout, branches = documents.layout, documents.branches

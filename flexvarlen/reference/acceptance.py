@@ -37,7 +37,7 @@ class Error:
 
     @classmethod
     def between(cls, found: Tensor, reference: Tensor) -> Error:
-        """In the wider dtype, on `found`'s device; NaN if a value is. Reads the device once.
+        """Compute the error in the wider dtype, on `found`'s device; NaN if a value is. Syncs once.
 
         >>> Error.between(torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0])).relative
         0.1
@@ -47,7 +47,7 @@ class Error:
     @classmethod
     def of_pieces(cls, pieces: Iterable[tuple[Tensor, Tensor]]) -> Error:
         """The error of a tensor that comes in pieces, each with its reference."""
-        sums: Tensor | None = None  # of absolute and squared errors and values
+        sums: Tensor | None = None  # sums of absolute and squared errors and values
         maxima: Tensor | None = None
         count = 0
         for found, reference in pieces:
@@ -78,7 +78,7 @@ class Error:
 
     @classmethod
     def missing(cls) -> Error:
-        """The error of a result that should be there and is not."""
+        """The error of a result that is missing."""
         return cls(math.inf, math.inf, math.inf, 0.0, 0.0)
 
     def require_int_at_least(self, relative: float) -> Error:
@@ -88,9 +88,9 @@ class Error:
         return self.or_larger(least)
 
     def or_larger(self, other: Error) -> Error:
-        """Each number or the other's, whichever is larger; NaN if one is.
+        """The larger of each number and the other's; NaN if one is.
 
-        For the baseline of a short document: over a few tokens it may be exact by luck.
+        For the baseline of a short document, which may be exact by chance over a few tokens.
         """
         return Error(*(largest(pair) for pair in zip(astuple(self), astuple(other), strict=True)))
 
@@ -109,11 +109,11 @@ class Limits(NamedTuple):
 
 
 def allowed(baseline: Error, dtype: torch.dtype, *, gradient: bool = False) -> Limits:
-    """What the rule allows a result of this dtype.
+    """The limits that the rule sets for a result of this dtype.
 
     Args:
         baseline: the error of the low-precision baseline.
-        dtype: of the result.
+        dtype: dtype of the result.
         gradient: whether it is a gradient.
     """
     factor = GRADIENT_FACTOR if gradient else OUTPUT_FACTOR
@@ -131,8 +131,8 @@ def why_wrong(
     """Apply the rule: one sentence about what is wrong, or None.
 
     Args:
-        name: of the result, to start the sentence.
-        error: of the result.
+        name: name of the result, to start the sentence.
+        error: error of the result.
         baseline, dtype, gradient: as in `allowed`.
     """
     limits = allowed(baseline, dtype, gradient=gradient)
@@ -156,14 +156,14 @@ def why_wrong(
 def why_apart(
     name: str, difference: float, baseline: float, dtype: torch.dtype, *, gradient: bool = False
 ) -> str | None:
-    """The rule where there is a baseline and no reference: one sentence, or None.
+    """Apply the rule with a baseline and no reference: one sentence, or None.
 
     A right result is at most `factor` errors of the baseline from the reference, so at most one
     more from the baseline.
 
     Args:
-        name: of the result, to start the sentence.
-        difference: relative, of the result from the baseline.
+        name: name of the result, to start the sentence.
+        difference: relative difference of the result from the baseline.
         baseline: the baseline's relative error, as known from a part that has a reference.
         dtype, gradient: as in `allowed`.
     """
@@ -178,7 +178,7 @@ def why_apart(
 
 
 def largest(values: Iterable[float]) -> float:
-    """The maximum, 0 of none; NaN if one is, which Python's `max` may lose.
+    """The maximum, or 0 without values; NaN if one is NaN, which Python's `max` may lose.
 
     >>> largest([1.0, float("nan"), 2.0])
     nan

@@ -1,9 +1,9 @@
 """Attention of each document alone, from lengths alone: in fp64 the reference, else the baseline.
 
 It uses none of flexvarlen's masks, layouts or kernels. Gradients are in closed form, so that a long
-document is done in pieces of heads and queries.
+document can be computed in pieces of heads and queries.
 
-Shapes: T = tokens of the row, H = num_heads, Hkv = num_kv_heads, D = head_dim; of one document: L
+Shapes: T = tokens of the row, H = num_heads, Hkv = num_kv_heads, D = head_dim; for one document: L
 its tokens, n some of its queries; G = some KV heads, R = the query heads that share one.
 """
 
@@ -31,7 +31,7 @@ SHORTEST_SAMPLE, LONGEST_SAMPLE = 16, 16_384
 
 @dataclass(frozen=True)
 class Results:
-    """What an attention returned; None where it was not asked for.
+    """The results of an attention call; None for results that were not requested.
 
     Attributes:
         out: `[T, H, D]`.
@@ -46,7 +46,7 @@ class Results:
     dv: Tensor | None = None
 
     def named(self) -> dict[str, Tensor]:
-        """Those there are, by name."""
+        """The available results by name."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: x for name, x in found.items() if x is not None}
 
@@ -81,9 +81,9 @@ class Results:
 
 @dataclass(frozen=True)
 class MaskRange:
-    """Which keys of its document a query sees: those from `least` to `most` tokens behind it.
+    """Which keys of its document a query sees: keys from `least` to `most` tokens before it.
 
-    None is no limit; keys ahead are negative.
+    None is no limit; keys after the query count as negative.
 
     >>> MaskRange.of(causal=True, window=4)
     MaskRange(least=0, most=3)
@@ -94,7 +94,7 @@ class MaskRange:
 
     @classmethod
     def of(cls, *, causal: bool = True, window: int | None = None) -> MaskRange:
-        """In the words of `packed_attention`: a window keeps |q - k| < window."""
+        """Make it from the arguments of `packed_attention`: a window keeps |q - k| < window."""
         reach = None if window is None else window - 1
         ahead = None if reach is None else -reach
         return cls(0 if causal else ahead, reach)
@@ -105,7 +105,7 @@ class MaskRange:
         return self.least is None and self.most is None
 
     def seen(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """bool `[n, L]`, of positions int `[n]` and `[L]`."""
+        """Which keys are seen, bool `[n, L]`, for positions int `[n]` and `[L]`."""
         behind = queries[:, None] - keys
         seen = torch.ones_like(behind, dtype=torch.bool)
         if self.least is not None:
@@ -129,7 +129,7 @@ def sampled_spans(
 ) -> list[tuple[int, int]]:
     """The spans of a few documents: near the start, middle and end, the longest, the shortest.
 
-    Of those of `shortest` to `longest` tokens; else the one nearest to that.
+    Only documents of `shortest` to `longest` tokens; else the document nearest to that range.
     """
     every = [span for span in spans_of(lengths) if span[1] > span[0]]
 
@@ -157,13 +157,13 @@ def attend_alone(
 ) -> Results:
     """Attention of each document to itself.
 
-    In fp64 the reference. In a low precision the baseline: matrix products in the dtype, softmax in
-    fp32, probabilities and the gradients of the scores in the dtype.
+    In fp64 this is the reference. In a low precision it is the baseline: matmuls in the dtype,
+    softmax in fp32, probabilities and the gradients of the scores in the dtype.
 
     Args:
         q_THD, k_THD, v_THD: `[T, H, D]` and `[T, Hkv, D]` twice; each piece is converted.
         lengths: tokens of each document; their sum is T.
-        dtype: of the arithmetic and the results; the LSE is at least fp32.
+        dtype: dtype of the arithmetic and the results; the LSE is at least fp32.
         causal, window: which keys of its document a query sees.
         scale: factor on the scores; None: D**-0.5.
         grad_out: `[T, H, D]`, the output's gradient; None: no gradients.
@@ -234,7 +234,7 @@ class _Piece:
     def _queries(
         self, rows: slice, mask: MaskRange, scale: float, dk: Tensor, dv: Tensor
     ) -> tuple[Tensor, ...]:
-        """Output, LSE and dq of some queries; what they add to dk and dv is added there."""
+        """Output, LSE and dq of some queries; adds their contributions to dk and dv."""
         q, dtype = self.q[:, :, rows], self.q.dtype
         wide = torch.promote_types(dtype, torch.float32)
         scores = (q @ self.k.mT).to(wide) * scale
@@ -271,13 +271,13 @@ class Sample:
     baseline: dict[str, Error]
 
     def errors(self, found: Results) -> dict[str, Error]:
-        """By name, of what there is in both; `found` is of the whole row."""
+        """Errors of the results that both have, by name; `found` is for the whole row."""
         part = found.part(self.tokens, self.kv_heads, self.heads).named()
         reference = self.reference.named()
         return {name: Error.between(x, reference[name]) for name, x in part.items()}
 
     def why_wrong(self, found: Results) -> str | None:
-        """The sentence that says what is wrong with the whole row's results here, or None."""
+        """A sentence on what is wrong with the whole row's results at this sample, or None."""
         tokens = f"tokens {self.tokens.start} to {self.tokens.stop - 1}"
         where = f"{tokens}, heads {self.heads.start} to {self.heads.stop - 1}"
         named = found.named()

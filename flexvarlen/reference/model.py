@@ -1,8 +1,8 @@
-"""What a model gives for each document alone: in fp64 the reference, else the baseline.
+"""A model's results for each document alone: in fp64 the reference, else the baseline.
 
 transformers computes norms, softmax and routing in fp32 whatever the model's dtype. `Float64`
-leaves such conversions out, so that all that follows from fp64 values is fp64. RoPE's tables alone
-stay fp32: they are made of positions, and are the same in every variant.
+skips such conversions, so that everything computed from fp64 values is fp64. Only RoPE's tables
+stay fp32: they are computed from positions, and are the same in every variant.
 
 Shapes: L tokens of one document; H = num_heads, D = head_dim; V = vocabulary.
 """
@@ -27,13 +27,13 @@ from flexvarlen.reference.recurrences import plain_recurrences
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IGNORE_INDEX = -100  # the label that transformers' losses leave out
+IGNORE_INDEX = -100  # the label that transformers' losses ignore
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _NARROWING = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 Loss = Callable[[int, Tensor], Tensor]
-"""A document's index and its hidden states `[L, hidden]` -> what to differentiate, 0-d."""
+"""(a document's index, its hidden states `[L, hidden]`) -> a 0-d tensor to differentiate."""
 
 
 class Float64(TorchFunctionMode):
@@ -119,16 +119,16 @@ def _attend_block(
 
 
 def share(model: PreTrainedModel) -> PreTrainedModel:
-    """A module tree and config of its own over the very same parameters."""
+    """A copy of the module tree and config over the same parameters."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, memo=shared)
 
 
 def own_parameters(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy whose parameters have gradients of their own, all of them.
+    """A copy whose parameters all have separate gradients.
 
-    In the model's own dtype the values are shared, not copied. Buffers (RoPE's frequencies) keep
-    their dtype; tied weights stay tied.
+    In the model's dtype the values are shared, not copied. Buffers (RoPE's frequencies) keep their
+    dtype; tied weights stay tied.
     """
     own = share(model)
     made: dict[int, nn.Parameter] = {}
@@ -142,7 +142,7 @@ def own_parameters(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedMode
 
 
 def without_router_loss(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, its config changed: a router's loss is over all documents of a batch by design."""
+    """Disable a router's loss in the config, as it is over all documents of a batch by design."""
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
@@ -153,7 +153,7 @@ def float64_model(base: PreTrainedModel) -> PreTrainedModel:
     """A copy with fp64 parameters; run it, and its backward, within `Float64()`.
 
     Args:
-        base: unpatched; it is not changed.
+        base: an unpatched model; it is not changed.
     """
     model = own_parameters(base, torch.float64)
     model.set_attn_implementation("sdpa" if _has_plain_attention(model) else "eager")
@@ -172,7 +172,7 @@ def _has_plain_attention(model: PreTrainedModel) -> bool:
 def baseline_model(base: PreTrainedModel) -> PreTrainedModel:
     """`base` with transformers' eager attention, on the same parameters.
 
-    The plain low-precision way: matrix products in the dtype, softmax in fp32.
+    This is the plain low-precision computation: matmuls in the dtype, softmax in fp32.
     """
     model = share(base)
     model.set_attn_implementation("eager")
@@ -184,13 +184,13 @@ def baseline_model(base: PreTrainedModel) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class ModelResults:
-    """Each document alone.
+    """The results of each document alone.
 
     Attributes:
-        documents: which of the row, in order.
-        hidden: of the base model, `[L, hidden]` for each of them.
-        loss: summed over them; 0 if none was asked for.
-        gradients: of the loss, by parameter; empty for a forward alone.
+        documents: indices of the documents of the row, in order.
+        hidden: hidden states of the base model, `[L, hidden]` for each document.
+        loss: the loss summed over the documents; 0 if not requested.
+        gradients: gradients of the loss by parameter; empty for a forward alone.
         head: hidden -> logits; None for a base model.
     """
 
@@ -201,9 +201,9 @@ class ModelResults:
     head: Callable[[Tensor], Tensor] | None = None
 
     def logits(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Pieces of logits: document, its token at which the piece starts, `[tokens, V]`."""
+        """Yield pieces of logits: document, its token at which the piece starts, `[tokens, V]`."""
         if self.head is None:
-            raise ValueError("logits need a model with a head, got a base model.")
+            raise ValueError("logits need a model with a head, got a base model; read hidden.")
         for document, hidden in zip(self.documents, self.hidden, strict=True):
             start = 0
             for piece in _pieces_of_logits(hidden, self.head):
@@ -235,13 +235,14 @@ def run_alone(
     Recurrent layers run in plain torch.
 
     Args:
-        model: with a head or without, in the mode (train or eval) to run in. It is not changed.
+        model: a model with or without a head, in the mode (train or eval) to run in. It is not
+            changed.
         input_ids: int64 `[1, T]`, the packed row.
         lengths: tokens of each document; their sum is T.
-        documents: which to run; None: all.
-        loss: what to differentiate, summed over documents; None: no gradients.
-        parameters: whose gradients; None: all. They are summed in at least fp32: their rounding is
-            the model's dtype's alone.
+        documents: which documents to run; None: all.
+        loss: the loss to differentiate, summed over documents; None: no gradients.
+        parameters: parameters whose gradients are computed; None: all. Gradients are summed in at
+            least fp32, so that only the model's dtype rounds.
     """
     chosen = tuple(range(len(lengths)) if documents is None else documents)
     spans = spans_of(lengths)
@@ -267,7 +268,7 @@ def run_alone(
             total += float(term.detach())
             found = torch.autograd.grad(term, list(named.values()), allow_unused=True)
             for name, gradient in zip(named, found, strict=True):
-                if gradient is not None:  # an expert that got no token has none
+                if gradient is not None:  # an expert that got no token has no gradient
                     sums[name] += gradient
     head = None if model.get_output_embeddings() is None else _head_of(model)
     return ModelResults(chosen, tuple(hidden), total, sums, head)
@@ -313,10 +314,10 @@ def weighted_loss(
     """The sum of each document's losses of given labels, each with a weight, over `counted`.
 
     Args:
-        labels: of each document, int64 `[L]`: what follows each of its tokens; -100 is
+        labels: for each document, int64 `[L]`, the next token of each of its tokens; -100 is
             ignored.
-        weights: of each document, `[L]`.
-        counted: 0-d.
+        weights: for each document, `[L]`.
+        counted: divisor, a 0-d tensor.
     """
     head = _head_of(model)
 
@@ -332,9 +333,9 @@ def weighted_loss(
 
 
 class _GivenStates(nn.Module):
-    """In the place of a base model: its last hidden states are its `inputs_embeds`.
+    """Replaces a base model: returns its `inputs_embeds` as last hidden states.
 
-    Attributes are those of the base model: heads read multipliers there.
+    It has the attributes of the base model, as heads read multipliers there.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -345,12 +346,12 @@ class _GivenStates(nn.Module):
         return getattr(vars(self)["base"], name)
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _GivenOutput:
-        """All other arguments are of no use here."""
+        """Return `inputs_embeds`; all other arguments are ignored."""
         return _GivenOutput(inputs_embeds)
 
 
 class _GivenOutput:
-    """A base model's output that has hidden states alone; its other fields are None."""
+    """A base model's output with hidden states; all other fields are None."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -363,7 +364,7 @@ class _GivenOutput:
 
 
 def _head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """Hidden states `[n, hidden]` -> logits `[n, V]`: the model's own forward after its base model.
+    """The model's forward after its base model: hidden states `[n, hidden]` -> logits `[n, V]`.
 
     Not the output embeddings alone: some families scale or cap the logits.
     """

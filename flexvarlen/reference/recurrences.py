@@ -27,12 +27,12 @@ FUNCTIONS = (
 
 Function = Callable[..., Any]
 Replacements = dict[str, Callable[[Function], Function]]
-"""By name, what makes the replacement of a function."""
+"""By a function's name, the function that makes its replacement."""
 
 
 @contextmanager
 def plain_recurrences(model: nn.Module) -> Iterator[None]:
-    """Inside the block recurrent layers of the model's classes run in plain torch.
+    """Run recurrent layers of the model's classes in plain torch inside the block.
 
     Other models of these classes do too: the functions belong to the modeling module.
     """
@@ -42,7 +42,7 @@ def plain_recurrences(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def replaced(model: nn.Module, replacements: Replacements) -> Iterator[None]:
-    """Functions of the model's modeling modules, replaced inside the block."""
+    """Replace functions of the model's modeling modules inside the block."""
     before = []
     for module in {type(layer).__module__ for layer in model.modules()}:
         names = vars(sys.modules[module])
@@ -57,7 +57,7 @@ def replaced(model: nn.Module, replacements: Replacements) -> Iterator[None]:
 
 
 def _plain(function: Function) -> Function:
-    """The function in plain torch, without the keywords that it does not know."""
+    """Call the plain torch function without keywords that it does not accept."""
     torch_function = inspect.unwrap(function)
     known = inspect.signature(torch_function).parameters
 

@@ -24,7 +24,7 @@ LEGEND: dict[str, Any] = {
     "loc": "upper left",
     "bbox_to_anchor": (1, 1),
 }
-"""A legend right of its axes."""
+"""Places a legend right of its axes."""
 WIDTH_PX = 800
 """The width at which pages show a chart; files have twice as many pixels."""
 _DPI = 100
@@ -85,7 +85,7 @@ STYLES: dict[str, Style] = {
 }
 
 LINES_OF_FORMS = {"raw": ":", "fixed": "--"}
-"""Of a backend's kernel: called as its own users do; its fixed-length form."""
+"""Prefixes of a backend's kernel: called directly; in its fixed-length form."""
 
 
 def style_of(variant: str) -> Style:
@@ -97,7 +97,7 @@ def style_of(variant: str) -> Style:
     Style(color='#0072B2', marker='D', filled=False, linestyle=':')
 
     Raises:
-        ValueError: a name that has no style yet.
+        ValueError: the name has no style yet.
     """
     name = variant.partition("@")[0]
     form, _, backend = name.rpartition(":")
@@ -152,8 +152,8 @@ def bars(
     Args:
         values: length of each bar, by its name.
         label: what the length is, with the unit.
-        colors: of each bar; default: the backend's.
-        texts: behind each bar; default: the value to three digits.
+        colors: color of each bar; default: the backend's.
+        texts: text after each bar; default: the value to three digits.
     """
     from flexvarlen.report.table import three_digits
 
@@ -186,8 +186,8 @@ def lines(
 
     Args:
         series: y by x, by variant.
-        labels: of the legend, where it is not the variant.
-        legend: right of the axes; False where another panel has it.
+        labels: labels in the legend, where they differ from the variant.
+        legend: whether to draw a legend right of the axes.
     """
     ticks = sorted({x for points in series.values() for x in points})
     for name, points in series.items():
@@ -218,7 +218,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def _in_k(value: float) -> str:
-    """A size as a reader knows it: 512, 1K, 32K, 1M."""
+    """Format a size: 512, 1K, 32K, 1M."""
     if value >= 2**20:
         return f"{value / 2**20:g}M"
     return f"{value / 1024:g}K" if value >= 1024 else f"{value:g}"

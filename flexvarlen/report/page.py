@@ -1,4 +1,4 @@
-"""Pages: Markdown files in which what stands between markers is made from records.
+"""Pages: Markdown files whose text between markers is generated from records.
 
 `<!-- bench:NAME begin -->` and `<!-- bench:NAME end -->` enclose the tables of suite NAME, and
 `bench:NAME-figures` its charts.
@@ -12,16 +12,16 @@ from pathlib import Path
 
 
 def rewrite(page: Path, bodies: Mapping[str, str]) -> None:
-    """Replace what stands between the markers of these names, where the page has them.
+    """Replace the text between the markers of these names, if the page has them.
 
     Raises:
-        ValueError: the page has none of them, or one marker of a pair.
+        ValueError: the page has none of these markers, or only one of a pair.
     """
     text = before = page.read_text(encoding="utf-8")
     found = [name for name in bodies if any(marker in text for marker in markers(name))]
     if not found:
         raise ValueError(
-            f"{page.name} must hold the markers of one of {', '.join(bodies)}, got none; put "
+            f"{page.name} must contain the markers of one of {', '.join(bodies)}; put "
             f"{' and '.join(markers(next(iter(bodies), 'NAME')))} where the tables belong."
         )
     for name in found:
@@ -31,7 +31,7 @@ def rewrite(page: Path, bodies: Mapping[str, str]) -> None:
 
 
 def image_links(paths: Sequence[Path], page: Path) -> str:
-    """Links to charts from where the page stands, each with its title as alternative text."""
+    """Links to charts, relative to the page, each with its title as alternative text."""
     return "\n\n".join(
         f"![{_title_of(path)}.]({Path(os.path.relpath(path, page.parent)).as_posix()})"
         for path in paths
@@ -55,7 +55,7 @@ def replace_between_markers(text: str, name: str, body: str) -> str:
     """`text` with `body` between the markers of `name`.
 
     Raises:
-        ValueError: the two markers are not there, once each and in order.
+        ValueError: the text does not have the two markers, once each and in order.
 
     >>> replace_between_markers("<!-- bench:x begin --> old <!-- bench:x end -->", "x", "new")
     '<!-- bench:x begin -->\\nnew\\n<!-- bench:x end -->'
@@ -63,7 +63,7 @@ def replace_between_markers(text: str, name: str, body: str) -> str:
     begin, end = markers(name)
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(
-            f"the text must hold {begin} and, after it, {end}, once each; put them where the "
+            f"the text must contain {begin} and, after it, {end}, once each; put them where the "
             "table belongs."
         )
     head, tail = text[: text.index(begin)], text[text.index(end) + len(end) :]

@@ -24,11 +24,11 @@ Status = Literal["ok", "oom", "unsupported", "wrong", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class Record:
-    """What one case gave.
+    """The result of one case.
 
     `status` is "ok"; "oom": did not fit in memory; "unsupported": cannot run here, or is refused;
-    "wrong": ran, but its results exceed the acceptance rule, so it is not timed; "failed": raised
-    an unexpected exception; "skipped": no time was left.
+    "wrong": ran, but its errors exceed the acceptance rule, so it is not timed; "failed": raised an
+    unexpected exception; "skipped": the time was up.
     `reason` says why it is not "ok". The names in `measures` carry their units.
     """
 
@@ -41,7 +41,7 @@ class Record:
 
     @property
     def outcome(self) -> str:
-        """Status and reason, for a table. Without what an allocator says of its state.
+        """Status and reason for a table, without details of an allocator's state.
 
         >>> Record("kernels", {}, "oom", "CUDA out of memory. Tried to allocate ...").outcome
         'out of memory'
@@ -56,8 +56,8 @@ class Record:
 def run_environment(device: torch.device, commit: str | None) -> dict[str, Any]:
     """`Record.environment` of a run that starts now.
 
-    A `commit` that was given wins over what git finds, which on a machine that got a copy of the
-    files may be a stale checkout; whether it has changes is then not known.
+    A given `commit` takes precedence over git's, which may be stale on a machine with a copy of the
+    files; whether there are uncommitted changes is then unknown.
     """
     found = environment(device)
     if commit is not None:
@@ -69,7 +69,7 @@ VERSIONS = ("torch", "transformers")
 
 
 def ran_on(environment: dict[str, Any], packages: Sequence[str] = VERSIONS) -> str:
-    """GPU, or CPU, and versions of a record's environment, for a title.
+    """GPU or CPU, and versions, of a record's environment, for a title.
 
     >>> ran_on({"gpu": "NVIDIA H200", "torch": "2.11.0", "transformers": "5.17.0"})
     'NVIDIA H200, torch 2.11.0, transformers 5.17.0'
@@ -123,18 +123,18 @@ def records_alike(
 
 
 def latest_run(records: Sequence[Record]) -> list[Record]:
-    """Those of the run that started last."""
+    """The records of the run that started last."""
     latest = max(record.environment.get("started_utc") or "" for record in records)
     return [r for r in records if (r.environment.get("started_utc") or "") == latest]
 
 
 def grouped(records: Iterable[Record], field: str) -> dict[str, list[Record]]:
-    """The records by one field of their cases."""
+    """Group records by one field of their cases."""
     return grouped_by(records, lambda record: str(record.case[field]))
 
 
 def grouped_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """The items by what `key` gives of each, in the order in which they come."""
+    """Group items by `key`, in order of first appearance."""
     found: dict[K, list[T]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -149,10 +149,10 @@ def by_machine(records: Iterable[Record]) -> list[list[Record]]:
 def require_file(path: Path) -> None:
     """Check that records can be appended to a file, before anything is computed for it.
 
-    Leaves nothing behind: what is not there is made with the first result.
+    Leaves nothing behind: a missing file is created with the first result.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: records cannot be appended.
     """
     missing = [folder for folder in path.parents if not folder.exists()]
     is_new = not path.exists()
@@ -162,8 +162,7 @@ def require_file(path: Path) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"out must be where records can be written, got {str(path)!r} ({error.strerror}); "
-            "name another."
+            f"out must be a writable file, got {str(path)!r} ({error.strerror}); pass another path."
         ) from error
     finally:
         with suppress(OSError):  # never made
@@ -190,10 +189,10 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
             lines = "\n" + lines
         data = lines.encode()
         written = os.write(descriptor, data)
-        if written != len(data):  # a full disk: half a record is none
+        if written != len(data):  # a full disk: half a record is no record
             os.ftruncate(descriptor, size)
             raise OSError(
-                f"records must fit on the disk of {path.name}; free some space, run again"
+                f"records must fit on the disk of {path.name}; free some space and run again"
             )
         os.fsync(descriptor)
     finally:
@@ -201,14 +200,14 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
 
 
 def read_records(paths: Iterable[Path]) -> list[Record]:
-    """All records of the files, in order; of a case's variant on a GPU those of its last run only.
+    """Read the records of the files, in order; of a case's variant on a GPU, only the last run.
 
     The passes of one run stay together: a record without a pass, of a case that failed as a whole,
-    and the records with passes of the run after it replace one another. A line that was cut off in
-    the writing, as a lost machine can leave one, is passed over with a warning.
+    and records with passes of a later run replace one another. An incompletely written line, which
+    a lost machine can leave, is skipped with a warning.
 
     Raises:
-        ValueError: a file cannot be read, or a line is JSON, but no record.
+        ValueError: a file cannot be read, or a line is JSON but not a record.
     """
     found: dict[str, Record] = {}
     for path in paths:
@@ -219,13 +218,13 @@ def read_records(paths: Iterable[Path]) -> list[Record]:
                 record = Record(**json.loads(line))
             except json.JSONDecodeError:
                 warnings.warn(
-                    f"line {number} of {path.name} was cut off and is passed over.", stacklevel=2
+                    f"line {number} of {path.name} is incomplete and is skipped.", stacklevel=2
                 )
                 continue
             except TypeError as error:
                 raise ValueError(
-                    f"{path.name} must hold records, got on line {number} {line[:60]!r}"
-                    "; name a file that flexvarlen wrote."
+                    f"{path.name} must contain records, got {line[:60]!r} on line {number}"
+                    "; pass a file that flexvarlen wrote."
                 ) from error
             key = _key(record)
             found.pop(key, None)

@@ -34,7 +34,7 @@ class Table:
     Attributes:
         title: what the table shows, and on what machine; may be empty.
         header: the columns' titles.
-        lines: cells; each line has as many as the header.
+        lines: cells of each line, as many as the header has.
         bad: indices of lines that are wrong or failed, red on a terminal.
         notes: sentences below the table.
     """
@@ -54,10 +54,10 @@ class Table:
         is_bad: Callable[[Any], bool] = lambda record: False,
         notes: Iterable[str] = (),
     ) -> Table:
-        """A line for each record, without the columns that are empty in all of them.
+        """Make a table with a line for each record, without columns that are empty in all records.
 
         Args:
-            notes: read when all cells are made, which may have marked `Notes`.
+            notes: read after all cells are made, as making them may mark `Notes`.
         """
         found = list(records)
         cells = [[column.cell(record) for record in found] for column in columns]
@@ -80,7 +80,7 @@ class Table:
         return "\n\n".join([*head, text, *self.notes])
 
     def only(self, *titles: str, notes: tuple[str, ...] = ()) -> Table:
-        """The table with these of its columns, and other notes.
+        """The table with only these columns, and other notes.
 
         >>> Table("", ("a", "b"), (("1", "2"),)).only("b", "c").lines
         (('2',),)
@@ -91,7 +91,7 @@ class Table:
 
     @property
     def width(self) -> int:
-        """Columns of a terminal that all cells take side by side."""
+        """The width in a terminal of all cells side by side."""
         columns = zip(self.header, *self.lines, strict=True)
         return sum(max(map(len, column)) + GAP for column in columns) - GAP
 
@@ -101,7 +101,7 @@ class Table:
         return Table(self.title, first, tuple(others), notes=self.notes)
 
     def narrowed(self, width: int, titles: Sequence[str]) -> Table:
-        """The table without as many of these columns, from the first on, as have no room."""
+        """Drop these columns, in order, until the table fits into `width`."""
         left_out: list[str] = []
         found = self
         for title in titles:
@@ -115,13 +115,13 @@ class Table:
                 left_out.append(title)
         if not left_out:
             return self
-        note = f"Without room in {width} columns: {', '.join(left_out)}."
+        note = f"Not shown in {width} columns: {', '.join(left_out)}."
         return replace(found, notes=(*self.notes, note))
 
     def rich(self, width: int | None = None) -> RichTable:
-        """The table for rich, transposed where `width` columns have no room and that is narrower.
+        """The table for rich, transposed if it does not fit into `width` and is then narrower.
 
-        Cells that still have no room are folded; none is cut.
+        Cells that still do not fit are folded; none is truncated.
         """
         from rich.table import Table as RichTable
         from rich.text import Text
@@ -164,7 +164,7 @@ class Notes:
         self._numbers: dict[str, int] = {}
 
     def mark(self, reason: str) -> str:
-        """What stands in the cell."""
+        """Number a reason; return the mark for the cell."""
         return f"({self._numbers.setdefault(reason, len(self._numbers) + 1)})"
 
     def __iter__(self) -> Iterator[str]:
@@ -213,7 +213,7 @@ def share(value: float | None) -> str:
 
 
 def best(values: Collection[float | None], choose: Callable[..., float]) -> float | None:
-    """The minimum or maximum of the values that are known; None if none is."""
+    """The minimum or maximum of the known values; None if there are none."""
     known = [value for value in values if value is not None and value == value]
     return choose(known) if known else None
 

@@ -1,1 +1,1 @@
-"""Resumable runs of frozen cases: each gives records, and a kill loses the case in flight."""
+"""Resumable runs of frozen cases: each gives records, and a killed run loses only its last case."""

@@ -1,4 +1,4 @@
-"""`measure_each`: a finding for each variant of a case, whatever becomes of it."""
+"""`measure_each`: a finding for each variant of a case, even if it fails."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def measure_each(
     pass_: str = "",
     before: Sequence[Finding] = (),
 ) -> list[Finding]:
-    """Measure variants one after another; what one raises is its finding.
+    """Measure variants one after another; an exception becomes the variant's finding.
 
     Args:
         where: the case, for the message.
         measure: makes the finding of a variant.
-        pass_: of the findings.
+        pass_: the pass of the findings.
         before: findings of the case's other passes; they come first.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What kernels raise, as a record's status; and whether the device is lost after it."""
+"""Convert exceptions of kernels to a record's status, and tell whether the device is lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from flexvarlen.report.records import Status, one_line
 
-# What the CUDA runtime says when every later call of the process fails too, whoever makes it.
+# Messages of the CUDA runtime after which every later call of the process fails too.
 _LOST = (
     "illegal memory access",
     "illegal instruction",
@@ -37,10 +37,10 @@ def status_of(error: BaseException) -> tuple[Status, str]:
 
 
 def is_lost(error: BaseException, device: torch.device) -> bool:
-    """Whether the device is of no use after this error; asks it if it is a CUDA device.
+    """Whether the device is unusable after this error; a CUDA device is tested.
 
-    By the words too: kernels that are compiled outside torch wrap the error in classes of their
-    own. A launch that is merely refused ("invalid argument") loses nothing.
+    Messages are checked too, as kernels compiled outside torch wrap the error in other classes. A
+    launch that is merely refused ("invalid argument") does not lose the device.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return False

@@ -20,19 +20,19 @@ from flexvarlen.runner.failures import is_lost, status_of
 from flexvarlen.runner.suite import Case, DeviceLost, Finding, Options, Suite, UnknownVariant
 
 Progress = Callable[[int, int, str], None]
-"""Cases done, cases of this run, what is being measured."""
+"""(cases done, cases of this run, description of the current measurement) -> None."""
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """How much of a suite a run takes, and where its records go.
+    """Which part of a suite to run, and where to write its records.
 
     Attributes:
         out: file of records, read first and appended to.
-        cases: a regular expression that the names of cases must hold.
-        until_s: no case begins later, in seconds of the run.
-        again: measure cases that the file holds too.
-        commit: recorded in place of what git finds.
+        cases: a regular expression that the names of cases must match.
+        until_s: seconds of the run after which no case begins.
+        again: whether to measure cases that the file already has.
+        commit: the commit to record instead of git's.
     """
 
     out: Path
@@ -52,24 +52,24 @@ class RunSummary:
 
     @property
     def counts(self) -> str:
-        """For the end of a command."""
-        left = f", {self.left} left as time was up: run again to go on" if self.left else ""
+        """The counts as a sentence, for the end of a command."""
+        left = f", {self.left} left as time was up: run again to continue" if self.left else ""
         return f"{self.measured} cases measured, {self.done_before} done before{left}"
 
 
 def chosen_cases(
     suites: Sequence[Suite[Any]], options: Options, pattern: str | None
 ) -> dict[Suite[Any], list[Case]]:
-    """The suites that have cases whose names a regular expression finds, with these cases.
+    """The suites that have cases whose names match a regular expression, with these cases.
 
     Raises:
-        ValueError: the expression is none, or finds no case.
+        ValueError: the expression is invalid, or matches no case.
     """
     try:
         wanted = re.compile(pattern or "")
     except re.error as error:
         raise ValueError(
-            f"cases must be a regular expression, got {pattern!r}: {error}; escape what is literal."
+            f"cases must be a regular expression, got {pattern!r}: {error}; escape metacharacters."
         ) from error
     every = {suite: list(suite.cases(options)) for suite in suites}
     found = {
@@ -79,7 +79,7 @@ def chosen_cases(
     }
     if not found:
         names = ", ".join(case.name for cases in every.values() for case in cases)
-        raise ValueError(f"cases must find a case, got {pattern!r}; there are {names}.")
+        raise ValueError(f"cases must match a case, got {pattern!r}; there are {names}.")
     return found
 
 
@@ -89,11 +89,11 @@ def run_suite(
     run: RunRequest,
     progress: Progress = lambda done, of, what: None,
 ) -> RunSummary:
-    """Measure what the file does not hold yet; records of a case are appended when it ends.
+    """Measure cases that the file lacks; records of a case are appended when it ends.
 
     Raises:
-        ValueError: no case is chosen, or the file holds lines that are no records.
-        DeviceLost: the device died; what is known is written, and another run goes on.
+        ValueError: no case is chosen, or the file has lines that are not records.
+        DeviceLost: the device died; results so far are written, and another run continues.
     """
     cases = chosen_cases([suite], options, run.cases)[suite]
     begin = time.perf_counter()
@@ -106,8 +106,8 @@ def run_suite(
     ]
     if before.others and len(todo) < len(cases):
         options.say(
-            f"{run.out} holds records of {', '.join(sorted(before.others))}, which are not "
-            "measured again: run with --again, or to another file, if they should be."
+            f"{run.out} has records of {', '.join(sorted(before.others))}, which are not "
+            "measured again; to do so, run with --again or write to another file."
         )
 
     def keep(case: Case, findings: Sequence[Finding]) -> None:
@@ -128,10 +128,10 @@ def run_suite(
             raise
         except UnknownVariant:
             raise
-        except Exception as error:  # of this case: the others can be measured all the same
+        except Exception as error:  # concerns this case: the others can still be measured
             status, reason = status_of(error)
             if is_lost(error, options.device):
-                # Which variant did it is not known: a record would fail innocent ones for good.
+                # The responsible variant is unknown: a record would permanently fail innocent ones.
                 raise DeviceLost(f"{case.name} lost the device: {reason}", []) from error
             findings += [Finding(name, status, reason) for name in alive]
         keep(case, findings)
@@ -148,7 +148,7 @@ def run_suite(
 
 
 def records_held(suite: Suite[Any], options: Options, run: RunRequest) -> list[Record]:
-    """What the file holds of a suite on this GPU."""
+    """The file's records of a suite on this GPU."""
     gpu = run_environment(options.device, None)["gpu"]
     return [
         record
@@ -158,7 +158,7 @@ def records_held(suite: Suite[Any], options: Options, run: RunRequest) -> list[R
 
 
 def records_of_run(suite: Suite[Any], options: Options, run: RunRequest) -> list[Record]:
-    """What the file holds of a run's cases and variants on this GPU, measured now or before."""
+    """The file's records of a run's cases and variants on this GPU, measured now or before."""
     cases = {_key(case.data()) for case in chosen_cases([suite], options, run.cases)[suite]}
     return [
         record
@@ -183,7 +183,7 @@ def records_of(suite: Suite[Any], options: Options) -> list[Record]:
 
 
 def _variants(suite: Suite[Any], case: Case, options: Options) -> tuple[list[str], list[str]]:
-    """The variants that are wanted, and the suite's own."""
+    """The requested variants, and the suite's own."""
     own = list(suite.variants(case, options))
     return (own if options.variants is None else list(options.variants)), own
 
@@ -214,11 +214,11 @@ def _made_by(environment: Mapping[str, Any]) -> str:
 
 
 class _RecordedCases:
-    """What the file holds of this suite and this GPU.
+    """The file's records of this suite and this GPU.
 
     Attributes:
-        others: what made the records that other versions, another commit or uncommitted changes
-            made than this run's.
+        others: versions and commits of records that this run's versions, commit or uncommitted
+            changes did not make.
     """
 
     def __init__(
@@ -240,11 +240,11 @@ class _RecordedCases:
         return self.findings.get(_key(case.data()), {})
 
     def left_of(self, case: Case, variants: Sequence[str], known: Sequence[str]) -> list[str]:
-        """All variants of a case of which one is missing: they are measured interleaved.
+        """All variants of a case if one is missing, as they are measured interleaved.
 
-        Also those that the file holds beside the named ones, if the suite has them (`known`):
-        tables show a case as its last run has it. A record of time that ran out does not count. A
-        variant without a pass that another has was cut off in the writing.
+        Includes variants that the file has besides the named ones, if the suite knows them
+        (`known`), as tables show the last run of a case. Records of cases that ran out of time do
+        not count. A variant that lacks a pass of another was written incompletely.
         """
         found = self._of(case)
         passes = {finding.pass_ for findings in found.values() for finding in findings}
@@ -260,9 +260,9 @@ class _RecordedCases:
         return [*variants, *beside]
 
     def fatal_variants(self, case: Case) -> dict[str, list[Finding]]:
-        """Variants that left the device unusable on this case, with what was found then.
+        """Variants that left the device unusable on this case, with their findings.
 
-        A run that is to measure again gives them another chance.
+        A run with `again` gives them another chance.
         """
         return (
             {}

@@ -1,4 +1,4 @@
-"""`Suite`: what a benchmark brings to the runner: cases, their variants, how a case is measured.
+"""`Suite`: what a benchmark gives the runner: cases, their variants, how a case is measured.
 
 A *case* is what variants are compared on, all in one process and interleaved: one shape of
 attention, one model on one batch. Measuring it gives `Finding`s; the runner makes records of them,
@@ -31,7 +31,7 @@ class Case(Protocol):
         """Short, unique in the suite: for `--cases` and the progress bar."""
 
     def data(self) -> dict[str, Any]:
-        """What JSON can hold; with the variant and the pass the case of a record."""
+        """The case as JSON data; with the variant and the pass, the case of a record."""
 
 
 C = TypeVar("C", bound=Case)
@@ -39,10 +39,10 @@ C = TypeVar("C", bound=Case)
 
 @dataclass(frozen=True)
 class Finding:
-    """What one variant gave on one pass of a case; names in `measures` carry their units.
+    """The result of one variant on one pass of a case; names in `measures` carry their units.
 
-    `status` and `reason` are as in `flexvarlen.report.records.Record`; `pass_` is "" where a case
-    has one only.
+    `status` and `reason` are as in `flexvarlen.report.records.Record`; `pass_` is "" if a case has
+    only one.
     """
 
     variant: str
@@ -56,12 +56,12 @@ Findings = Sequence[Finding]
 
 
 class DeviceLost(Exception):
-    """An error after which the device serves this process no more.
+    """An error after which the device is unusable for this process.
 
     Args:
-        message: which variant did it, as far as that is known.
-        findings: of the case, those of the culprits marked `"fatal": True` in their measures. The
-            runner writes them, and gives a variant so marked no second chance.
+        message: which variant caused it, if known.
+        findings: findings of the case; those of responsible variants have `"fatal": True` in their
+            measures. The runner writes them, and does not run these variants again.
     """
 
     def __init__(self, message: str, findings: Sequence[Finding]) -> None:
@@ -71,16 +71,16 @@ class DeviceLost(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """What a run was asked for.
+    """The options of a run.
 
     Attributes:
-        device: where all is measured.
-        quick: small cases, that all works; also the sizes for a CPU.
-        variants: only these; None for the suite's own.
-        seconds: of timing a case, about.
-        text: files of documents, where a suite's lengths come from a collection; None for Python's
-            help topics.
-        say: takes a line for the log.
+        device: the device of all measurements.
+        quick: small cases, to check that everything works; also the sizes for a CPU.
+        variants: the variants to run; None for the suite's own.
+        seconds: approximate time spent timing a case.
+        text: files of documents, if a suite's lengths come from texts; None for Python's help
+            topics.
+        say: called with a line for the log.
     """
 
     device: torch.device
@@ -101,7 +101,7 @@ class Options:
 
     @property
     def dtype(self) -> str:
-        """Of cases of which nothing else is asked: in half precision a CPU is slow."""
+        """Default dtype of cases: a CPU is slow in half precision."""
         return "bfloat16" if self.on_gpu else "float32"
 
     @property
@@ -114,9 +114,9 @@ class Suite(ABC, Generic[C]):
     """A benchmark, of cases of one type. Instances hold no state of a run."""
 
     name: ClassVar[str]
-    """Of the command and of the records' `suite`."""
+    """Name of the command and of the records' `suite`."""
     reads_text: ClassVar[bool] = False
-    """Whether `Options.text` means something to it."""
+    """Whether the suite reads `Options.text`."""
     page_parts: ClassVar[Sequence[str]] = ()
     """Values of its cases' field `part` that have page tables of their own, as "SUITE-PART"."""
     whole_on_cpu: ClassVar[bool] = False
@@ -124,7 +124,7 @@ class Suite(ABC, Generic[C]):
 
     @abstractmethod
     def cases(self, options: Options) -> Sequence[C]:
-        """All cases, in an order in which those cut off by a limit of time matter least."""
+        """All cases, the most important first, as a time limit may drop the last ones."""
 
     @abstractmethod
     def variants(self, case: C, options: Options) -> Sequence[str]:
@@ -132,7 +132,7 @@ class Suite(ABC, Generic[C]):
 
     @abstractmethod
     def measure(self, case: C, variants: Sequence[str], options: Options) -> Findings:
-        """Check, then time the variants; at least one finding a variant, whatever becomes of it.
+        """Check, then time the variants; at least one finding per variant, even if it fails.
 
         Raises:
             DeviceLost: nothing can be measured any more in this process.
@@ -143,9 +143,9 @@ class Suite(ABC, Generic[C]):
         return ()
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        """The few lines that a page shows; nothing where it shows all tables.
+        """The few lines that a page shows; empty if the page shows all tables.
 
-        Where there are some, `flexvarlen bench report --tables` writes all tables into a file.
+        If there are any, `flexvarlen bench report --tables` writes all tables into a file.
         """
         return ()
 
@@ -159,7 +159,7 @@ class Suite(ABC, Generic[C]):
 
 
 class GivenCases(Suite[C]):
-    """A suite of the cases that its caller gives, which shows its records by itself."""
+    """A suite with the caller's cases; the caller shows the records."""
 
     def __init__(self, cases: Sequence[C]) -> None:
         self._cases = tuple(cases)
@@ -169,11 +169,11 @@ class GivenCases(Suite[C]):
 
 
 class UnknownVariant(ValueError):
-    """A variant that was named and that the suite does not know."""
+    """A named variant that the suite does not know."""
 
 
 def require_known(names: Sequence[str], known: Collection[str]) -> None:
-    """Refuse a name of no variant.
+    """Refuse unknown variants.
 
     Raises:
         UnknownVariant: a name that the suite does not know.
@@ -181,7 +181,7 @@ def require_known(names: Sequence[str], known: Collection[str]) -> None:
     for name in names:
         if name not in known:
             raise UnknownVariant(
-                f"variants must be among {', '.join(known)}, got {name!r}; choose from these."
+                f"variants must be among {', '.join(known)}, got {name!r}; choose among these."
             )
 
 
@@ -199,11 +199,11 @@ def checked_names(what: str, names: Sequence[str], known: Sequence[str]) -> list
     """The names once each, in the order of `known`; "all" is every one.
 
     Raises:
-        ValueError: an unknown name; the message starts with `what`.
+        ValueError: a name is unknown; the message starts with `what`.
     """
     for name in names:
         if name not in (*known, "all"):
             raise ValueError(
-                f"{what} must be all, or of {', '.join(known)}, got {name!r}; choose among these."
+                f"{what} must be all, or among {', '.join(known)}, got {name!r}; choose from these."
             )
     return [name for name in known if name in names or "all" in names]

@@ -1,7 +1,7 @@
-"""The batch of a comparison: a user's own, or real text: documents, tokens, one packed row.
+"""The batch of a comparison: the user's batch, or real text, tokenized and packed into one row.
 
-Without files, the documents are the topics of Python's own `pydoc_data.topics`, which every Python
-brings along: 79 texts of 200 to 62,000 characters.
+Without files, the documents are the topics of `pydoc_data.topics` in Python's standard library: 79
+texts of 200 to 62,000 characters.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_TOKENS = {"cpu": 1024, "cuda": 8192}
-"""Of the packed row, by the kind of device."""
+"""Default tokens of the packed row, by device type."""
 
 VOCABULARY = 1024
-"""Tokens of the BPE that is trained on the documents, for models without a tokenizer."""
+"""Vocabulary of the BPE that is trained on the documents, for models without a tokenizer."""
 
 SMALLEST_VOCABULARY = 257  # 256 bytes and one merge
 
@@ -45,13 +45,13 @@ def row_of(
     """The documents that a model is compared on, on its device.
 
     Args:
-        model: whose vocabulary and device count.
+        model: provides the vocabulary and the device.
         batch: a row, or a forward's keyword arguments; None: real text.
-        tokens: of that text; default `DEFAULT_TOKENS`.
-        seed: of how it is packed.
+        tokens: number of tokens of real text; default `DEFAULT_TOKENS`.
+        seed: random seed of its packing.
 
     Raises:
-        ValueError: a batch that breaks the contract.
+        ValueError: the batch breaks the contract.
     """
     if batch is None:
         if tokens is None:
@@ -67,17 +67,16 @@ def read_documents(files: Sequence[str | Path] = (), tokenizer: Any = None) -> t
 
     Args:
         files: `.jsonl` and `.json`: each line is a document, as `json_documents` reads it. Plain
-            text: several files are a document each; a single one is split at form feeds if it has
-            any; else at runs of two or more blank lines if it has any; else at blank lines. None:
-            the topics of `pydoc_data`.
-        tokenizer: whose chat template makes texts of `messages`.
+            text: each of several files is a document; a single file is split at form feeds if it
+            has any; else at runs of two or more blank lines if it has any; else at blank lines.
+            None: the topics of `pydoc_data`.
+        tokenizer: its chat template turns `messages` into text.
 
     Returns:
         Texts that are not blank.
 
     Raises:
-        ValueError: a file that is missing or not UTF-8 text, JSON without documents, or no text in
-            any.
+        ValueError: a file is missing or not UTF-8, JSON has no documents, or all files are blank.
     """
     if not files:
         from pydoc_data.topics import topics
@@ -93,7 +92,7 @@ def read_documents(files: Sequence[str | Path] = (), tokenizer: Any = None) -> t
     documents = tuple(text for text in texts if text.strip())
     if not documents:
         raise ValueError(
-            f"text must hold at least one document, got blank files: {', '.join(map(str, files))}; "
+            f"text must contain a document, got blank files: {', '.join(map(str, files))}; "
             "name a file with text."
         )
     return documents
@@ -108,7 +107,7 @@ def _read(file: Path) -> str:
         ) from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"text must be UTF-8, got other bytes in {str(file)!r}; convert the file."
+            f"text must be UTF-8, got invalid bytes in {str(file)!r}; convert the file."
         ) from error
 
 
@@ -121,10 +120,10 @@ def _split(text: str) -> list[str]:
 
 @cache
 def train_tokenizer(documents: tuple[str, ...], vocabulary: int = VOCABULARY) -> Any:
-    """A byte-level BPE `tokenizers.Tokenizer`: any text has tokens, and comes back from them.
+    """Train a byte-level BPE `tokenizers.Tokenizer`, which encodes any text losslessly.
 
     Raises:
-        ValueError: a vocabulary too small for the 256 bytes.
+        ValueError: the vocabulary is too small for the 256 bytes.
     """
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -134,8 +133,8 @@ def train_tokenizer(documents: tuple[str, ...], vocabulary: int = VOCABULARY) ->
 
     if vocabulary < SMALLEST_VOCABULARY:
         raise ValueError(
-            f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {vocabulary}; a byte-level "
-            "BPE holds every byte: use a model with a larger vocab_size."
+            f"vocabulary must be at least {SMALLEST_VOCABULARY}, got {vocabulary}, as a byte-level "
+            "BPE contains every byte; use a model with a larger vocab_size."
         )
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
@@ -157,8 +156,8 @@ def tokenize(
     Args:
         documents: texts.
         vocabulary: the model's vocab_size.
-        tokenizer: the model's own, from `AutoTokenizer`; ids past the vocabulary are clipped to its
-            last token. Without one a BPE is trained on the documents.
+        tokenizer: the model's, from `AutoTokenizer`; ids past the vocabulary are clipped to its
+            last token. None: a BPE is trained on the documents.
     """
     if tokenizer is None:
         trained = train_tokenizer(documents, min(VOCABULARY, vocabulary))
@@ -170,20 +169,19 @@ def tokenize(
 
 
 def pack(documents: Sequence[Sequence[int]], tokens: int, seed: int, source: str) -> PackedBatch:
-    """Documents in random order, until the row holds `tokens`.
+    """Pack documents in random order until the row has `tokens` tokens.
 
     A long document is cut after a random 1/16 to 1/4 of the row, so that several fit; the last is
-    cut where the row ends. A corpus too small for the row comes again, in another order, and
-    `source` says so.
+    cut where the row ends. A corpus that is too small is repeated; `source` says so.
 
     Raises:
-        ValueError: fewer than 2 tokens, or no document with a token.
+        ValueError: there are fewer than 2 tokens, or no document has a token.
     """
     if tokens < 2:
         raise ValueError(f"tokens must be at least 2, got {tokens}; raise the budget.")
     pieces = [list(document) for document in documents if document]
     if not pieces:
-        raise ValueError("documents must contain at least one token; give other text.")
+        raise ValueError("documents must contain at least one token; pass other text.")
     rng = random.Random(seed)
     cuts = [max(1, tokens // share) for share in CUT_SHARES]
     ids: list[int] = []
@@ -209,7 +207,7 @@ def packed_text(
     files: Sequence[str | Path] = (),
     tokenizer: Any = None,
 ) -> PackedBatch:
-    """Read, tokenize and pack in one go; arguments as in the functions above."""
+    """Read, tokenize and pack; arguments as in the functions above."""
     texts = read_documents(files, tokenizer)
     names = [Path(file).name for file in files]
     what = ", ".join(names) if len(names) < 4 else f"{len(names)} files"

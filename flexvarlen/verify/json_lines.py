@@ -1,4 +1,4 @@
-"""Documents in JSON lines: an object a line, with `text` or with the `messages` of a chat."""
+"""Documents in JSON lines: one object per line, with `text` or with the `messages` of a chat."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ SUFFIXES = (".jsonl", ".json")
 
 
 def json_documents(text: str, file: Path, tokenizer: Any = None) -> list[str]:
-    """One document for each line that is not blank.
+    """Return one document for each line that is not blank.
 
-    An object with `text` is that text, whatever else it holds. One with `messages` becomes the text
-    that the tokenizer's chat template makes of them (and of `tools`, if the object has any);
-    without a template, their contents, joined by newlines.
+    An object with `text` gives that text, whatever else it contains. An object with `messages`
+    gives the text that the tokenizer's chat template renders from them (and from `tools`, if
+    present); without a template, the contents of the messages, joined by newlines.
 
     Args:
         text: the file's content.
         file: its name, for messages.
-        tokenizer: of the model that reads the documents, from `AutoTokenizer`.
+        tokenizer: the tokenizer of the model that reads the documents, from `AutoTokenizer`.
 
     Raises:
-        ValueError: a line that is no JSON object or has neither, or messages that are malformed or
-            that the template refuses.
+        ValueError: a line is not a JSON object or has neither field, or messages are malformed or
+            refused by the template.
 
     >>> chat = '{"messages": [{"role": "user", "content": "Hi"}, {"content": "Hello!"}]}'
     >>> json_documents('{"text": "one"}\\n\\n' + chat, Path("notes.jsonl"))
@@ -48,7 +48,7 @@ def _document(line: str, where: str, tokenizer: Any) -> str:
         found = None
     if not isinstance(found, dict):
         raise ValueError(
-            f"text must be a JSON object on each line of a file of that name, got {_short(line)} "
+            f"text must be a JSON object on each line of a JSON file, got {_short(line)} "
             f"in {where}; write JSON lines, or rename a file of plain text."
         )
     if isinstance(found.get("text"), str):
@@ -79,7 +79,7 @@ def _chat(messages: object, tools: Any, where: str, tokenizer: Any) -> str:
 
 
 def _content(message: Mapping[str, Any], where: str) -> str:
-    """Of one message: a text, or the texts among its parts; "" where it has none."""
+    """The content of a message: a text, or the texts among its parts; "" without a text."""
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, Mapping)]

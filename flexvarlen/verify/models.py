@@ -27,8 +27,8 @@ _TINY: dict[str, Any] = {
     "vocab_size": TINY_VOCABULARY,
     "num_hidden_layers": 2,
     "max_position_embeddings": 32_768,
-    # Attention of a model initialised with the usual 0.02 is all but uniform: which key is seen
-    # would hardly show. With these weights scores spread over units, as in trained models.
+    # Attention of a model initialised with the usual 0.02 is nearly uniform, so that a wrong mask
+    # would hardly show. With these weights scores spread over several units, as in trained models.
     "initializer_range": 0.15,
 }
 
@@ -72,7 +72,7 @@ def _shape(
 
 GEOMETRIES: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
-        # 6 query heads on 2: a number of heads that is no power of two has its own bugs.
+        # 6 query heads on 2: a number of heads that is not a power of two has its own bugs.
         "tiny": _shape(2, 96, 160, 6, 2, 16) | _TINY,
         "1b": _shape(16, 2048, 8192, 32, 8, 64) | _llama3(32.0, tied=True),
         "8b": _shape(32, 4096, 14_336, 32, 8, 128) | _llama3(8.0, tied=False),
@@ -100,7 +100,7 @@ GEOMETRIES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }
-"""Configurations by family and size; the real ones are those of the published models."""
+"""Configurations by family and size; sizes other than tiny are those of published models."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ModelSpec:
 
     @property
     def label(self) -> str:
-        """What reports call it; of a folder its name, not the way to it."""
+        """The name in reports; for a folder its name, not its path."""
         if self.family is None:
             return Path(self.name).name if Path(self.name).is_dir() else self.name
         layers = "" if self.layers is None else f", {self.layers} layers"
@@ -122,13 +122,13 @@ class ModelSpec:
 
 
 def parse_model(name: str) -> ModelSpec:
-    """A model's name, taken apart.
+    """Parse a model's name.
 
     >>> parse_model("qwen3:1.7b@14")
     ModelSpec(name='qwen3:1.7b@14', family='qwen3', size='1.7b', layers=14)
 
     Raises:
-        ValueError: neither a known geometry nor a folder nor a hub name (`owner/name`).
+        ValueError: the name is neither a known geometry nor a folder nor a hub name (`owner/name`).
     """
     match = re.fullmatch(r"(\w+)(?::([\w.]+))?(?:@(\d+))?", name)
     if match and match[1] in GEOMETRIES:
@@ -152,12 +152,11 @@ def parse_model(name: str) -> ModelSpec:
 
 
 def checked_model(name: str, *, patched: bool = True) -> ModelSpec:
-    """`parse_model`, before any work: of a checkpoint the config is read too.
+    """As `parse_model`, and read the config of a checkpoint, before any work.
 
     Raises:
-        ValueError: as `parse_model`, or there is no such checkpoint.
-        NotImplementedError: a checkpoint that is to be patched, of a model type that is not
-            verified.
+        ValueError: as in `parse_model`, or there is no such checkpoint.
+        NotImplementedError: the model is to be patched, and its type is not verified.
     """
     from transformers import AutoConfig
 
@@ -183,15 +182,15 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> tuple[PreTrainedModel, Any]:
-    """The model of that name, and its tokenizer, or None where it has none.
+    """Build the model of that name; return it and its tokenizer, or None without a tokenizer.
 
     Args:
         name: as in `parse_model`.
-        device, dtype: of the parameters; RoPE's frequencies stay in fp32.
-        seed: of random weights.
+        device, dtype: device and dtype of the parameters; RoPE's frequencies stay in fp32.
+        seed: random seed of the weights.
 
     Raises:
-        ValueError: an unknown name, or a checkpoint that cannot be loaded.
+        ValueError: the name is unknown, or the checkpoint cannot be loaded.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -217,7 +216,7 @@ def _load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrain
         raise _not_loaded(name, error) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError):  # a checkpoint without one
+    except (OSError, ValueError):  # a checkpoint without a tokenizer
         tokenizer = None
     return model.to(device), tokenizer
 
@@ -230,15 +229,15 @@ def _not_loaded(name: str, error: Exception) -> ValueError:
 
 
 class NamedModels:
-    """Models of one device and text, the last one kept: its comparisons follow one another.
+    """Models on one device and text; keeps the last one, as its comparisons follow one another.
 
     Args:
         names: as in `parse_model`.
         text: files of documents; empty for Python's help topics.
 
     Raises:
-        ValueError: an unknown model, or a text that cannot be read.
-        NotImplementedError: a checkpoint of a model type that is not verified.
+        ValueError: a model is unknown, or a text cannot be read.
+        NotImplementedError: the type of a checkpoint is not verified.
     """
 
     def __init__(self, names: Sequence[str], text: Sequence[Path], device: torch.device) -> None:
@@ -251,10 +250,10 @@ class NamedModels:
     def load(
         self, name: str, dtype: torch.dtype, tokens: int | None, seed: int
     ) -> tuple[PreTrainedModel, PackedBatch]:
-        """A model, and a row of `tokens`, by default `DEFAULT_TOKENS`, on the device."""
+        """Return a model and a row of `tokens` (default: `DEFAULT_TOKENS`), on the device."""
         key = (name, dtype)
         if self._last is None or self._last[0] != key:
-            self._last = None  # before the next is built: two may not fit
+            self._last = None  # before the next model is built, as two may not fit
             model, tokenizer = build_model(name, device=self.device, dtype=dtype, seed=seed)
             row = packed_text(
                 vocabulary=model.config.vocab_size,

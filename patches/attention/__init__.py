@@ -1,1 +1,1 @@
-"""The functions that transformers calls, and which backend serves which layers."""
+"""The attention functions that transformers calls, and the choice of a backend for each layer."""

@@ -23,7 +23,7 @@ from flexvarlen.patches.state import BackendChoice
 
 
 def checked_choice(choice: BackendChoice, kinds: tuple[LayerKind, ...]) -> BackendChoice:
-    """The choice by our names, if it names a backend for exactly the model's layer types.
+    """The choice in our names, checked to name a backend for exactly the model's layer types.
 
     Raises:
         ValueError: an unknown backend, or layer types that are not the model's.
@@ -41,7 +41,7 @@ def checked_choice(choice: BackendChoice, kinds: tuple[LayerKind, ...]) -> Backe
     if unknown or missing:
         wrong = f"no layer is {unknown[0]!r}" if unknown else f"{missing[0]!r} has none"
         raise ValueError(
-            f"backend must name one for each layer type of the model ({', '.join(types)}), got "
+            f"backend must name a backend for each layer type ({', '.join(types)}), got "
             f"{dict(choice)!r}, where {wrong}; use these types as keys."
         )
     return {layer_type: _checked_name(name) for layer_type, name in choice.items()}
@@ -58,14 +58,15 @@ def chosen_for(choice: BackendChoice, layer_type: str) -> str:
     """The backend name chosen for this layer type; "auto" is not resolved.
 
     Raises:
-        ValueError: the choice has none: the layer was not there, or of another type, when patched.
+        ValueError: the choice has no backend for it: when the model was patched, the layer did not
+            exist or had another type.
     """
     if isinstance(choice, str):
         return choice
     if layer_type not in choice:
         raise ValueError(
-            f"backend must name one for each layer type of the model, got {dict(choice)!r} and a "
-            f"layer of type {layer_type!r}; call patch_model again, with this type as a key too."
+            f"backend must name a backend for each layer type of the model, got {dict(choice)!r} "
+            f"and a layer of type {layer_type!r}; call patch_model again with this type as a key."
         )
     return choice[layer_type]
 
@@ -84,7 +85,7 @@ def check_machine(
     batch_invariant: bool,
     trees: bool = False,
 ) -> None:
-    """Refuse backends that cannot work with any later device or dtype, e.g. a missing package.
+    """Refuse backends that cannot work on any later device or dtype, such as a missing package.
 
     Args:
         trees: whether documents may be trees.
@@ -117,7 +118,7 @@ def check_machine(
 
 
 def refusal_of_layers(reason: str, backend: str, kind: LayerKind, call: AttentionCall) -> str:
-    """The error for layers that a backend does not support, with alternatives."""
+    """The error message for layers that a backend does not support, with alternatives."""
     could = [name for name in BACKENDS if name != backend and refusal(name, call) is None]
     others = (
         f"For these layers {', '.join(could)} could: pass "

@@ -21,7 +21,7 @@ def why_not_sharded() -> str | None:
     transformers' own attention functions. Our backends call neither, or call SDPA per document,
     so documents would silently be cut at shard boundaries.
     """
-    # It replaces torch's builtin function by a Python function of its own.
+    # torch's context parallelism replaces the builtin function by a Python function.
     sdpa = torch.nn.functional.scaled_dot_product_attention
     if (getattr(sdpa, "__module__", None) or "").startswith("torch.distributed."):
         return (
@@ -42,6 +42,6 @@ def why_not_sharded() -> str | None:
     return (
         "a patched model must not run under accelerate's context parallelism (cp_size above "
         "1) or sequence parallelism (sp_size above 1): documents would end at each rank's "
-        "shard; set both to 1, and call fv.patch_trainer(trainer, context_parallel=), or in a "
-        "loop of your own fv.patch_model(model, sequence_parallel_group=)."
+        "shard; set both to 1, and call fv.patch_trainer(trainer, context_parallel=), or in your "
+        "own loop fv.patch_model(model, sequence_parallel_group=)."
     )

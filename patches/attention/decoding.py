@@ -1,7 +1,7 @@
 """Attention for forwards that are not packed: decoding, prefill onto a cache, or a 4D mask.
 
-It uses transformers' own sdpa and mask; with softcap or sinks, which sdpa lacks, the same is
-computed in plain torch.
+It uses transformers' sdpa and mask; softcap and sinks, which sdpa lacks, are computed in plain
+torch.
 
 Shapes: B rows of S queries and K keys; H = num_heads, Hkv = num_kv_heads, D = head_dim.
 """

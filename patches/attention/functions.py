@@ -116,7 +116,7 @@ def _attention_function(backend: str) -> Attention:
     return flexvarlen_attention
 
 
-_attention = _attention_function("auto")  # a PackedForward has its own backend
+_attention = _attention_function("auto")  # a PackedForward names its backend
 
 
 def _vision_attention(
@@ -128,7 +128,7 @@ def _vision_attention(
     cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a vision tower's layer, by frame or window: query `[1, H, patches, D]`."""
+    """Attention in a vision tower's layer, by frame or window: query `[1, H, patches, D]`."""
     vision: object = kwargs.pop(CONTEXT, None)
     if not isinstance(vision, PackedVision):
         raise LostDocuments(LOST_DOCUMENTS)
@@ -178,7 +178,7 @@ def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
         found = (k for k, x in config.items() if "att" in k and "drop" in k and x == dropout)
         option = next(found, "attention_dropout")
         raise NotImplementedError(
-            f"attention dropout must be 0, got {dropout}: no kernel here supports dropout; set "
+            f"attention dropout must be 0, got {dropout}, which no kernel here supports; set "
             f"config.{option}=0.0 before the model is built (from_pretrained takes {option}=0.0)."
         )
     if kwargs.get("position_bias") is not None:
@@ -213,8 +213,8 @@ def _mask_function(
     """The mask for a model that is not patched, or for decoding.
 
     Whole rows keep their 2D mask, from which the attention function reads padding. Everything else,
-    and masks that a model adds for images, gets transformers' sdpa mask; packed documents are then
-    refused.
+    including masks that a model adds for images, gets transformers' sdpa mask; packed documents are
+    then refused.
     """
     whole_rows = (
         q_length == kv_length
@@ -252,5 +252,5 @@ def _check_mask_length(columns: int, q_length: int, q_offset: int | Tensor) -> N
     if columns < seen + q_length:
         raise ValueError(
             f"attention_mask must have a column for each of the {seen + q_length} tokens of a row, "
-            f"those of the cache included, got {columns}; pass one of that length."
+            f"including those in the cache, got {columns}; pass a mask of that length."
         )

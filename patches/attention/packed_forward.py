@@ -33,11 +33,11 @@ class Unpacked(NamedTuple):
     """Passed to the layers of a patched model instead of a `PackedForward` if nothing is packed.
 
     The model has checked that each row holds one document, using inputs that layers do not see. A
-    layer whose keys are its own tokens nevertheless (a sliding layer of a static cache) attends
-    with what `patch_model` was called with.
+    layer whose keys nevertheless are its own tokens (a sliding layer of a static cache) attends
+    with the arguments of `patch_model`.
 
     Attributes:
-        backend: the name of a backend, or one for each layer type.
+        backend: the name of a backend, or a mapping from layer types to names.
         deterministic, batch_invariant: as in `packed_attention`.
     """
 
@@ -51,10 +51,10 @@ class Route(NamedTuple):
 
     Attributes:
         backend: the kernel.
-        call: the static arguments of their calls.
-        mask: of this forward's documents.
+        call: the static arguments of the layers' calls.
+        mask: the mask of this forward's documents.
         plan: the backend's plan for this mask.
-        keys: those that queries attend to; those of this rank, or of others too.
+        keys: the keys that queries attend to: of this rank alone, or also of others.
     """
 
     backend: Backend
@@ -70,13 +70,13 @@ class Route(NamedTuple):
 
 
 SHARD_WITHOUT_GROUP = (
-    "packed_layout must be of whole documents, got one rank's shard of a row; pass "
+    "packed_layout must describe whole documents, got one rank's shard of a row; pass "
     "sequence_parallel_group= to patch_model."
 )
 
 
 class Delivery:
-    """Whether a head's base model received what the head had found."""
+    """Whether the base model received the documents that its head had found."""
 
     def __init__(self) -> None:
         self.reached_base = False
@@ -89,21 +89,23 @@ class PackedForward:
 
     Attributes:
         layout: the documents.
-        backend: a backend's name, or one for each type of layers; "auto" is resolved by kind.
+        backend: a backend's name, or a mapping from layer types to names; "auto" is resolved for
+            each kind of layer.
         deterministic, batch_invariant: as in `packed_attention`.
         training: let "auto" assume a backward even if gradients are disabled: a reentrant
             checkpoint runs a training forward without them first, and a trainer's reference model
             should round as the policy does, which it does by the same kernel.
-        kinds: of the model's layers, as far as they are known.
-        has_all_kinds: whether each layer must be of one of `kinds`.
-        group: the ranks over which the row is sharded, of which the layout is this rank's shard;
-            None if it is whole.
+        kinds: the kinds of the model's layers, as far as they are known.
+        has_all_kinds: whether every layer must be of one of `kinds`.
+        group: the ranks over which the row is sharded; the layout is then this rank's shard. None
+            for a whole row.
         has_temperature: whether layers scale queries by their position in the row.
-        chunk_size: tokens of a chunk, in the layers that have chunks.
-        routes: by kind; built before the first layer, or on request of a layer of another kind.
+        chunk_size: tokens of a chunk, in layers that have chunks.
+        routes: the routes by kind; built before the first layer, or when a layer of another kind
+            needs one.
         recurrent: the documents for recurrent layers; None if the model has none.
-        row: of the whole forward; its layout alone, for layers that are not of a patched model.
-        delivery: whether the base model of a head received this, shared by copies.
+        row: the row of the whole forward; for layers outside a patched model, only its layout.
+        delivery: whether the base model of a head received this object; shared by copies.
     """
 
     def __init__(
@@ -154,9 +156,9 @@ class PackedForward:
         return self._copies[name]
 
     def mask_of_rows(self, batch: int) -> Tensor | None:
-        """1 at tokens of documents, 0 at padding, int64 `[batch, S]`; None if all are real.
+        """1 at tokens of documents, 0 at padding, int64 `[batch, S]`; None if there is no padding.
 
-        In a compiled graph always a mask, as padding depends on the documents there.
+        In a compiled graph there is always a mask, as padding depends on the documents.
         """
         if not torch.compiler.is_compiling() and self.layout.has_padding is False:
             return None
@@ -165,17 +167,17 @@ class PackedForward:
     def prepare(self, dtype: torch.dtype, *, needs_grad: bool) -> None:
         """Build the routes of all kinds before the first layer, so that no layer builds a plan.
 
-        A kind that its backend refuses is left out: `dtype` is a guess (FSDP2 casts parameters
-        after this), and `route` raises for the layer's own.
+        A kind that its backend refuses is skipped: `dtype` is a guess (FSDP2 casts parameters
+        later), and `route` raises for the layer's actual dtype.
         """
         for kind in self.kinds:
             with suppress(NotImplementedError):
                 self.routes[kind] = self._make_route(kind, dtype, needs_grad)
 
     def postpone(self, recurrent: RecurrentDocuments, dtype: torch.dtype, needs_grad: bool) -> None:
-        """Let the first layer `prepare`: a recurrent one while its own kernels are compiled.
+        """Let the first layer call `prepare`; a recurrent layer does so while its kernels compile.
 
-        In a thread of its own, as the layer may be checkpointed, with a policy of what to save.
+        It runs in another thread, as the layer may be checkpointed with a policy of what to save.
         """
 
         def prepare_once() -> None:
@@ -224,10 +226,10 @@ class PackedForward:
         return made
 
     def _check_known(self, kind: LayerKind) -> None:
-        """Refuse a layer that passes other numbers than it had when the model was patched.
+        """Refuse a layer whose numbers differ from those it had when the model was patched.
 
-        Its attributes and its call must agree: a keyword that a release of transformers renamed
-        does not arrive, and an attribute is not found.
+        Its attributes and its call must agree: if a release of transformers renames a keyword or
+        an attribute, they do not.
         """
         known = [each.numbers for each in self.kinds]
         if kind.numbers not in known:
@@ -260,16 +262,16 @@ class PackedForward:
         return Route(backend, call, mask, plan, keys)
 
     def _backend_for(self, kind: LayerKind, call: AttentionCall, mask: DocumentMask) -> Backend:
-        asked = chosen_for(self.backend, kind.layer_type)
-        if asked == "auto" and self.training:
+        requested = chosen_for(self.backend, kind.layer_type)
+        if requested == "auto" and self.training:
             call = call._replace(needs_grad=True)
         try:
-            name = choose(asked, call, mask)
+            name = choose(requested, call, mask)
         except NotImplementedError as refusal:
-            if asked == "auto":
+            if requested == "auto":
                 sentence = f"The {kind.layer_type} layers: {refusal}"
             elif len(self.kinds) > 1:
-                sentence = refusal_of_layers(str(refusal), asked, kind, call)
+                sentence = refusal_of_layers(str(refusal), requested, kind, call)
             else:
                 raise
             raise NotImplementedError(sentence) from refusal
@@ -298,6 +300,6 @@ class PackedVision(NamedTuple):
             if packed is not None and cu_seqlens is packed.layout.cu_seqlens:
                 return packed
         raise ValueError(
-            "a patched vision tower's layers must get the boundaries that its forward made, got "
-            "other boundaries; remove cu_seqlens from the call."
+            "cu_seqlens of a vision tower's layers must be those that the patched forward made; "
+            "remove cu_seqlens from the call."
         )

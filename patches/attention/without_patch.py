@@ -1,13 +1,13 @@
 """Find a layer's documents without `patch_model`, from the attention function's arguments.
 
-It uses what reaches the layer: position_ids, cu_seq_lens, seq_idx and 2D padding masks, but not
-masks of document ids, which transformers converts to bool, nor labels. Layers of a forward are
-recognized by their index, which increases through a forward: a layer whose index does not
-increase starts the next forward.
+It uses what reaches the layer: position_ids, cu_seq_lens, seq_idx and 2D padding masks, but neither
+labels nor masks of document ids, which transformers converts to bool. Layers of a forward are
+recognized by their index, which increases through a forward: a layer whose index does not increase
+starts the next forward.
 
-Several documents among the new tokens of a row raise beside a cache. What a cache holds is not
-known here: decoding after a forward whose rows held several documents is not supported without
-`patch_model`, under which such a forward fills no cache.
+With a cache, several documents among the new tokens of a row raise an error. The documents in a
+cache are not known here: decoding after a forward with several documents in a row is not supported
+without `patch_model`, under which such a forward cannot fill a cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def refuse_by_name(attention_mask: Any, kwargs: dict[str, Any]) -> None:
 
 
 def is_unpacked(query: Tensor, key: Tensor, attention_mask: Tensor | None) -> bool:
-    """Whether a layer is decoding: other keys than its own tokens, or a 4D mask."""
+    """Whether a layer is decoding: its keys are not its own tokens, or it has a 4D mask."""
     return query.shape[2] != key.shape[2] or (
         attention_mask is not None and attention_mask.ndim == 4
     )
@@ -53,7 +53,7 @@ def is_unpacked(query: Tensor, key: Tensor, attention_mask: Tensor | None) -> bo
 def check_unpacked(
     layer: nn.Module, row_tokens: int, attention_mask: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Raise for several documents in a row; what only tensors tell, by a forward's first layer."""
+    """Raise for several documents in a row; a forward's first layer reads the tensors."""
     described = any(kwargs.get(name) is not None for name in BOUNDARIES)
     if described or torch.compiler.is_compiling() or _is_first_unpacked(layer):
         check_one_document(
@@ -80,7 +80,7 @@ def packed_by_name(
         query: `[B, H, S, D]`.
         attention_mask: as `_mask_function` made it.
         backend: the name behind the attn_implementation.
-        checked: from the patched model, if there is one; its settings apply.
+        checked: from the patched model, if there is one; provides the settings.
         kwargs: all other arguments of the attention function.
 
     Raises:
@@ -109,7 +109,7 @@ def _packed_forward(
     if layout.segments is not None:
         raise ValueError(
             "a packed_layout of trees needs a patched model, whose positions count along each "
-            "path, got one that only names its attn_implementation; call flexvarlen.patch_model."
+            "path; attn_implementation alone is not enough: call flexvarlen.patch_model."
         )
     return PackedForward(
         layout,
@@ -144,9 +144,9 @@ def _begin_layer(layer: nn.Module) -> None:
     A layer without an index counts as first.
     """
     index = getattr(layer, "layer_idx", None)
-    goes_on = isinstance(index, int) and _last.index is not None and index > _last.index
+    continues = isinstance(index, int) and _last.index is not None and index > _last.index
     _last.index = index if isinstance(index, int) else None
-    if not goes_on:
+    if not continues:
         _last.packed, _last.checked_unpacked = None, False
 
 
@@ -163,8 +163,8 @@ def _shared_between_layers(
 ) -> PackedForward:
     """Return the result of the forward's first layer.
 
-    A later layer looks again only if it gets other tensors, as layers of two interleaved forwards
-    do.
+    A later layer computes it anew only if it gets other tensors, as layers of two interleaved
+    forwards do.
     """
     _begin_layer(layer)
     given = documents._asdict()

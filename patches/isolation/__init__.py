@@ -1,1 +1,1 @@
-"""Whether a bit of one document of a batch reaches another."""
+"""Check that no bit of one document of a batch reaches another."""

@@ -1,4 +1,4 @@
-"""Which module leaks, once source, target and layer are known; and what each module is."""
+"""Find the module that leaks, once source, target and layer are known; classify modules."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("embeddings", "embed|^wte$|^wpe$"),
     ("layer", "layer$"),
 )
-"""Kinds, and the pattern of their class or, failing that, of the last part of the dotted name; the
-first that fits counts."""
+"""Kinds, and a pattern for the class or else the last part of the dotted name; the first match
+counts."""
 
 
 def kind_of(module: nn.Module, name: str) -> str:
@@ -65,8 +65,8 @@ def kind_of(module: nn.Module, name: str) -> str:
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The model's layers (blocks) by dotted name, in the order in which they are registered.
 
-    They are the elements of the outermost ModuleLists whose elements have modules of their own;
-    where there are none, of the outermost ModuleDicts and Sequentials.
+    They are the elements of the outermost ModuleLists whose elements contain modules; if there are
+    none, of the outermost ModuleDicts and Sequentials.
 
     >>> layers_of(nn.ModuleDict({"h": nn.ModuleList([nn.Sequential(nn.ReLU())])})).keys()
     dict_keys(['h.0'])
@@ -87,7 +87,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def inside(name: str, layer: str) -> bool:
-    """Whether the module of that name is the layer, or in it."""
+    """Whether the module of that name is the layer, or inside it."""
     return name == layer or name.startswith(f"{layer}.")
 
 
@@ -95,9 +95,9 @@ class Blame:
     """A leak from one document, or segment of a tree, into another.
 
     Args:
-        run: of the model and batch.
-        layers: their dotted names.
-        source, target: by index in `run.units`.
+        run: the model and the batch.
+        layers: dotted names of the model's layers.
+        source, target: indices in `run.units`.
     """
 
     def __init__(self, run: IsolationRun, layers: Sequence[str], source: int, target: int) -> None:
@@ -148,7 +148,7 @@ class Blame:
         return self._error(layer, module, change, sentence, "backward")
 
     def _backward_leak(self, after: Trace, by_loss: bool) -> tuple[str, float] | None:
-        before: Kept = {}  # where only the source has a loss, the target's gradient must be zero
+        before: Kept = {}  # if only the source has a loss, the target's gradient must be zero
         if by_loss:
             self.run([], [self.source], after)
         else:
@@ -162,7 +162,7 @@ class Blame:
         return first_leak(calls, before, after.gradients, clean="out", leaky="in")
 
     def _trace(self, layer: str | None, *, gradients: bool = False) -> Trace:
-        """A trace of all modules in the layer and outside all layers, but the model itself."""
+        """A trace of all modules in the layer and outside all layers, except the model itself."""
         modules = {
             name: module
             for name, module in self.modules.items()
@@ -232,7 +232,7 @@ def first_leak(
 
 
 def largest_change(before: Kept, after: Kept, call: Call, side: Side) -> float | None:
-    """On one side of a call; None without a change. What is missing is zero."""
+    """The largest change on one side of a call, or None; missing tensors count as zero."""
     largest = None
     for place in [p for p in {*before, *after} if p[:2] == (call, side)]:
         new, old = after.get(place), before.get(place)

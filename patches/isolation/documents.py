@@ -1,4 +1,4 @@
-"""The documents of a batch, and the segments of its trees, found before the model runs."""
+"""Find the documents of a batch, and the segments of its trees, before the model runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexvarlen.patches.state import ATTRIBUTE
 def why_not_whole(model: nn.Module, batch: object, layout: PackedLayout | None) -> str | None:
     """Why a row that ranks share is not verified, or None.
 
-    Each rank finds the same, so that none waits for one that raises because of its own documents.
+    All ranks get the same answer, so none waits for a rank that raises because of its documents.
     """
     given = layout or (batch.get("packed_layout") if isinstance(batch, Mapping) else None)
     if shares_rows(model):
@@ -28,8 +28,8 @@ def why_not_whole(model: nn.Module, batch: object, layout: PackedLayout | None) 
     else:
         return None
     return (
-        f"verify_isolation runs whole rows on each rank, got {what}, whose documents may be cut "
-        "over ranks; pass the whole row inside `with fv.patched(model):`."
+        f"verify_isolation needs whole rows on each rank, got {what}, whose documents may be "
+        "split over ranks; pass the whole row inside `with fv.patched(model):`."
     )
 
 
@@ -43,8 +43,7 @@ def shares_rows(model: nn.Module) -> bool:
 def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> PackedLayout:
     """The documents of a batch, by the contract of `patch_model`, or the layout if one is given.
 
-    Also understood: `position_ids` `[n, B, S]`, of which the first counts.
-    A mask that is not 2D tells nothing.
+    Of `position_ids` `[n, B, S]` the first row counts. A mask that is not 2D is ignored.
 
     Raises:
         ValueError: no `input_ids` `[B, S]`, or boundaries that break the contract.
@@ -59,7 +58,7 @@ def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> Pack
     ids = known.get("input_ids")
     if not isinstance(ids, Tensor) or ids.numel() != found.total_tokens:
         raise ValueError(
-            f"layout must cover the batch's input_ids, got {found.total_tokens} tokens; pass "
+            f"layout must cover the batch's input_ids, got {found.total_tokens} tokens; set "
             "total_tokens= when you make it."
         )
     return found
@@ -75,15 +74,15 @@ def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         raise ValueError(
             "batch must hold input_ids of shape [B, S], got "
-            f"{tuple(ids.shape) if isinstance(ids, Tensor) else ids!r}; pass what the model's "
-            "forward takes."
+            f"{tuple(ids.shape) if isinstance(ids, Tensor) else ids!r}; pass the arguments of the "
+            "model's forward."
         )
     known: Any = {name: batch.get(name) for name in (*BOUNDARIES, "position_ids", "attention_mask")}
     return find_layout(GivenDocuments(ids.shape[0], ids.shape[1], ids.device, **known))
 
 
 def units_of(layout: PackedLayout) -> list[Unit]:
-    """The documents neither empty nor padding; of trees, their segments that hold tokens."""
+    """The non-empty documents without padding; in trees, the segments that have tokens."""
     if layout.segments is not None:
         return _segments(layout.segments)
     real = layout.real_tokens().tolist()

@@ -1,7 +1,7 @@
-"""One forward, and one backward, of any model on one batch with other tokens in some of it.
+"""One forward, and one backward, of any model on a batch in which some tokens are replaced.
 
 Every run starts from the same state of the random generators and of the model's buffers, so that
-dropout drops the same; afterwards both are as they were, and no parameter has a gradient from it.
+dropout is the same; afterwards both are restored, and no parameter has received a gradient.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from flexvarlen.verify.experiment.batch import PackedBatch
 
 NO_LOSS = ("labels", "shift_labels", "label_counts", "num_items_in_batch")
-"""Left out of the batch: a loss is over all documents, and may be taken without any logits."""
+"""Removed from the batch: a loss is over all documents, and may be computed without logits."""
 
 BUFFER_BYTES = 1 << 24  # larger buffers hold weights (GPTQ's), which no forward writes to
 
 
 class NoGradients(Exception):
-    """The model gives no gradient of its input embeddings; the message says why."""
+    """The model has no gradient for its input embeddings; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RunResult:
 
     Attributes:
         outputs: `[T, N]` logits, or last hidden states of a model without a head; detached.
-        gradient: `[T, hidden]`, of the input embeddings; None without a backward.
+        gradient: `[T, hidden]`, the gradient of the input embeddings; None without a backward.
     """
 
     outputs: Tensor
@@ -51,19 +51,19 @@ class RunResult:
 
 
 class IsolationRun:
-    """A model and a batch for it.
+    """Runs a model on a batch with replaced tokens.
 
     Args:
         model: a transformers model, or a wrapper of one.
         batch: see `verify_isolation`.
         layout: the documents, if the batch does not contain the boundaries.
-        seed: of the other tokens and of the loss.
+        seed: random seed of the replaced tokens and of the loss.
 
     Attributes:
-        units: the documents but padding, or the segments of trees; runs name them by index.
-        word: what a unit is called, "document" or "segment".
+        units: the documents without padding, or the segments of trees; runs refer to them by index.
+        word: the name of a unit, "document" or "segment".
         batch, row_tokens: B and S.
-        forwards: those that were run.
+        forwards: the number of forwards that were run.
         gradients: whether runs have a backward; set by the caller.
 
     Raises:
@@ -121,7 +121,7 @@ class IsolationRun:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Afterwards random generators and buffers are as they were."""
+        """Restores random generators and buffers on exit."""
         try:
             yield
         finally:
@@ -136,13 +136,13 @@ class IsolationRun:
         """One forward with the tokens of some units replaced, and a backward if asked for.
 
         Args:
-            replaced: units.
-            losses: those with a loss: a fixed linear function of the outputs; None: all.
+            replaced: the units whose tokens are replaced.
+            losses: the units with a loss, a fixed linear function of the outputs; None: all.
             trace: hooks the model for this run.
 
         Raises:
             NoGradients: there is no backward.
-            ValueError: no outputs by token.
+            ValueError: the model has no outputs for each token.
         """
         self._state.restore()
         self.forwards += 1
@@ -174,7 +174,7 @@ class IsolationRun:
         return RunResult(outputs.detach(), gradient)
 
     def outside(self, units: Sequence[int]) -> list[int]:
-        """The units that see none of these."""
+        """The units that see none of the given units."""
         return outside(units, self.units)
 
     def name(self, unit: int) -> str:
@@ -190,9 +190,9 @@ class IsolationRun:
             if rows is not None and x.is_floating_point():
                 return rows
         raise ValueError(
-            f"model must put out a vector for each of the {self.batch} x {self.row_tokens} tokens, "
-            f"got none from {type(self.inner).__name__}; pass its base model (model.base_model), "
-            "and no logits_to_keep."
+            f"model must return a vector for each of the {self.batch} x {self.row_tokens} tokens, "
+            f"got {type(self.inner).__name__}, which does not; pass its base model "
+            "(model.base_model), and remove logits_to_keep."
         )
 
     def _gradient(
@@ -207,7 +207,7 @@ class IsolationRun:
         grad_output = torch.zeros_like(outputs)
         for unit in range(len(self.units)) if losses is None else losses:
             grad_output[self.units[unit].tokens] = weights
-        # Not backward(): parameters would get gradients, and DDP would send them around.
+        # Not backward(): parameters would get gradients, and DDP would reduce them.
         (gradient,) = torch.autograd.grad(outputs, embeddings[:1], grad_output, allow_unused=True)
         rows = None if gradient is None else by_token(gradient, self.batch, self.row_tokens)
         if rows is None:
@@ -226,7 +226,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model that a model is, or wraps.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no transformers model.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -238,7 +238,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def why_no_gradients(model: nn.Module) -> str | None:
-    """Why gradients of the embeddings alone cannot be had: checkpoints that are reentrant."""
+    """Why gradients of the embeddings alone are unavailable (reentrant checkpointing), or None."""
     for module in model.modules():
         if not (module.training and getattr(module, "gradient_checkpointing", False)):
             continue
@@ -250,7 +250,7 @@ def why_no_gradients(model: nn.Module) -> str | None:
 
 
 def device_of_inputs(model: nn.Module) -> torch.device:
-    """Where a model takes its inputs: of one that accelerate has dispatched, a hook knows."""
+    """The device of a model's inputs; if accelerate has dispatched the model, its hook knows."""
     for module in model.modules():  # the root first, then the embeddings
         hook = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", (hook,)):
@@ -263,7 +263,7 @@ def device_of_inputs(model: nn.Module) -> torch.device:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Sets training mode; restores each module's mode on exit."""
+    """Set training mode; restore each module's mode on exit."""
     before = [(module, module.training) for module in model.modules()]
     model.train()
     try:
@@ -274,7 +274,7 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 class _State:
-    """Random generators and buffers."""
+    """The state of random generators and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._random = RandomState({parameter.device for parameter in model.parameters()})

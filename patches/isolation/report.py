@@ -36,21 +36,19 @@ class IsolationError(RuntimeError):
     """Information of one document reached another.
 
     Attributes:
-        layer: the first layer that shows it, from 0, in the order in which layers run (in the
-            backward: the last); None if the leak is outside all layers.
-        module: dotted name of the first module whose output (in the backward: the gradient of whose
-            input) changes for the target, while what comes in does not; "" is the model itself.
-        kind: of that module: "attention", "linear attention", "state space", "convolution",
-            "MoE router", "MoE experts", "MLP", "norm", "embeddings", "linear", "rotary embedding",
-            "layer", or "module".
-        source: the document that reaches the other, by index in the batch, from 0; of trees, the
-            segment that holds tokens, by index in the row. In the backward its loss or its tokens
-            do.
-        target: the document that is reached: its outputs, or in the backward the gradient of its
-            tokens.
+        layer: the first layer (in the backward: the last) that shows the leak, from 0, in the order
+            in which layers run; None if the leak is outside all layers.
+        module: dotted name of the first module whose output changes for the target while its input
+            does not (in the backward, its gradients likewise); "" is the model itself.
+        kind: the kind of that module: "attention", "linear attention", "state space",
+            "convolution", "MoE router", "MoE experts", "MLP", "norm", "embeddings", "linear",
+            "rotary embedding", "layer", or "module".
+        source: the document whose tokens (in the backward, also its loss) reach the other, by index
+            in the batch, from 0; in trees, the segment, by index among the row's non-empty ones.
+        target: the document whose outputs (in the backward, input gradients) are reached.
         direction: "forward" (also if the backward leaks too) or "backward".
-        change: the largest absolute change there, which tells a leak from rounding; None if only
-            the outputs of the model itself show it.
+        change: the largest absolute change there, which distinguishes a leak from rounding; None if
+            only the outputs of the model itself show the leak.
     """
 
     def __init__(
@@ -76,18 +74,18 @@ class IsolationError(RuntimeError):
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """What was tested where nothing leaked.
+    """What was tested, if nothing leaked.
 
     Attributes:
-        documents: those whose tokens were replaced; every other document was watched. Of trees,
-            segments, by index in the row; every segment that does not see them was watched.
-        num_docs: documents, or segments, in the batch, padding left out.
-        forwards: that it took.
-        layers: watched, each in the order in which it ran.
+        documents: the documents whose tokens were replaced; every other document was watched. In
+            trees, segments, by index in the row; every segment that does not see them was watched.
+        num_docs: number of documents, or segments, in the batch, without padding.
+        forwards: number of forwards that were run.
+        layers: the layers that were watched, in the order in which they ran.
         gradients: how input gradients were tested: "bits" (they kept their bits, and were zero
-            where only other documents had a loss), "zeros" (only the latter: two backwards of the
-            same batch gave other bits), or None.
-        why_no_gradients: why None, if gradients were not declined.
+            where only other documents had a loss), "zeros" (only the latter, as two backwards of
+            the same batch differ in bits), or None.
+        why_no_gradients: why `gradients` is None, unless the caller declined them.
         training: whether the model was in training mode.
         unit: what was replaced, documents or segments of trees.
     """
@@ -105,7 +103,7 @@ class IsolationReport:
         return self.sentence()
 
     def sentence(self) -> str:
-        """The report in words."""
+        """The report as a sentence."""
         how = {
             "bits": "gradients kept their bits too",
             "zeros": "gradients were zero where they had to be (their bits do not repeat)",

@@ -1,4 +1,4 @@
-"""Which documents, or segments of trees, are replaced together, and by which tokens.
+"""Choose which documents, or segments of trees, are replaced together, and by which tokens.
 
 To test every ordered pair of N documents, 2·ceil(log2 N) forwards are enough: for each binary digit
 of a document's number, the documents with that digit 1 are replaced while those with 0 are watched,
@@ -20,10 +20,10 @@ class Unit(NamedTuple):
     """Tokens that are replaced together: a document, or a segment of a tree.
 
     Attributes:
-        start, end: its first token, and the one past its last.
-        subtree_end: one past the last token that may see it; of a document its end.
-        depth: segments above it; 0 of a document.
-        tree: the index of its tree in the row; None of a document.
+        start, end: its first token, and one past its last token.
+        subtree_end: one past the last token that may see it; for a document its end.
+        depth: number of segments above it; 0 for a document.
+        tree: the index of its tree in the row; None for a document.
     """
 
     start: int
@@ -34,7 +34,7 @@ class Unit(NamedTuple):
 
     @property
     def tokens(self) -> slice:
-        """Its own."""
+        """The indices of its tokens."""
         return slice(self.start, self.end)
 
 
@@ -53,9 +53,9 @@ def halves(num_docs: int) -> list[tuple[list[int], list[int]]]:
 
 
 def halves_of(chosen: Sequence[int], units: Sequence[Unit]) -> list[tuple[list[int], list[int]]]:
-    """Pairs (replaced, watched) of units: those chosen are replaced by halves of each depth.
+    """Pairs (replaced, watched) of units: the chosen units are replaced by halves of each depth.
 
-    All units that do not see what is replaced are watched. Where none is, there is no pair.
+    All units that do not see the replaced ones are watched. If there are none, there is no pair.
 
     >>> halves_of([1, 0], [Unit(0, 3, 3), Unit(3, 4, 4), Unit(4, 6, 6)])  # documents
     [([0], [1, 2]), ([1], [0, 2])]
@@ -72,11 +72,11 @@ def halves_of(chosen: Sequence[int], units: Sequence[Unit]) -> list[tuple[list[i
 
 
 def outside(chosen: Sequence[int], units: Sequence[Unit]) -> list[int]:
-    """The units that see none of those chosen: neither among them nor below them.
+    """The units that see none of the chosen units: neither among them nor below them.
 
     Args:
-        chosen: by index.
-        units: in the order of their tokens.
+        chosen: indices of units.
+        units: all units, in the order of their tokens.
     """
     among, subtree_end, found = set(chosen), 0, []
     for index, unit in enumerate(units):
@@ -88,10 +88,10 @@ def outside(chosen: Sequence[int], units: Sequence[Unit]) -> list[int]:
 
 
 def chosen_documents(documents: int | Sequence[int] | None, num_docs: int, seed: int) -> list[int]:
-    """The documents to replace: all, that many at random, or those named.
+    """The documents to replace: all, a random selection of that size, or those given.
 
     Raises:
-        ValueError: fewer than 1, or a number that no document has.
+        ValueError: fewer than 1, or an index that no document has.
     """
     if documents is None:
         return list(range(num_docs))
@@ -104,8 +104,8 @@ def chosen_documents(documents: int | Sequence[int] | None, num_docs: int, seed:
     chosen = sorted(set(documents))
     if not chosen or chosen[0] < 0 or chosen[-1] >= num_docs:
         raise ValueError(
-            f"documents must be numbers from 0 to {num_docs - 1}, got {list(documents)}; name some "
-            "of the batch."
+            f"documents must be indices from 0 to {num_docs - 1}, got {list(documents)}; pass "
+            "documents of the batch."
         )
     return chosen
 
@@ -117,15 +117,15 @@ def with_other_tokens(
     seed: int,
     special: frozenset[int] = frozenset(),
 ) -> Tensor:
-    """A copy of the tokens in which each token of some documents or segments is another one.
+    """A copy of the tokens in which each token of some documents or segments is replaced.
 
     Args:
         ids_T: int64 `[T]`.
-        replaced: the tokens of each.
+        replaced: the tokens of each replaced document or segment.
         vocabulary: number of tokens to draw from.
-        seed: of the draw; a token's substitute does not depend on which others are replaced.
-        special: tokens that neither come nor go, since a model may read more than words from them
-            (padding, ends of documents, images); a slice that holds nothing else loses them.
+        seed: random seed; a token's substitute does not depend on which others are replaced.
+        special: tokens that are neither replaced nor drawn, since a model may give them a meaning
+            (padding, ends of documents, images); they are replaced in a slice without other tokens.
     """
     generator = torch.Generator().manual_seed(seed)
     device = ids_T.device
@@ -147,7 +147,7 @@ def with_other_tokens(
 
 
 def special_tokens(config: Any) -> frozenset[int]:
-    """Every `…_token_id` of a config, and of the configs in it."""
+    """Every `…_token_id` of a config and of its nested configs."""
     found: set[int] = set()
     for part in (config, config.get_text_config()):
         for name, value in vars(part).items():

@@ -1,6 +1,6 @@
-"""What the modules of a model take in and put out, token by token, and their gradients.
+"""Record inputs and outputs of a model's modules, token by token, and their gradients.
 
-Shapes: B rows of S tokens, T = B·S; `x_TN` holds N numbers per token.
+Shapes: B rows of S tokens, T = B·S; `x_TN` has N numbers per token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
 
 class TensorId(NamedTuple):
-    """One tensor that a call takes in or puts out."""
+    """An input or output tensor of a call."""
 
     call: Call
     side: Literal["in", "out"]
@@ -34,10 +34,10 @@ class TensorId(NamedTuple):
 
 
 def by_token(x: Tensor, batch: int, row_tokens: int) -> Tensor | None:
-    """`[T, N]`: what a tensor holds for each token; None if it is not laid out by tokens.
+    """A tensor's values for each token, `[T, N]`; None if it is not laid out by tokens.
 
-    Known are `[B, S, …]`, `[T, …]` and `[B, …, S, …]` (heads or channels first); of several axes of
-    S entries the first counts.
+    Recognized are `[B, S, …]`, `[T, …]` and `[B, …, S, …]` (heads or channels first); of several
+    axes of size S the first counts.
     """
     tokens = batch * row_tokens
     if x.ndim >= 2 and x.shape[:2] == (batch, row_tokens):
@@ -50,7 +50,7 @@ def by_token(x: Tensor, batch: int, row_tokens: int) -> Tensor | None:
 
 
 def changed_tokens(old_TN: Tensor, new_TN: Tensor) -> Tensor:
-    """bool `[T]`: whose bits differ. Zeros may differ in sign: x * 0 has x's."""
+    """Tokens whose bits differ, bool `[T]`. Signs of zeros are ignored: x * 0 has the sign of x."""
     return torch.cat(
         [
             _differ(old, new).any(-1)
@@ -61,31 +61,31 @@ def changed_tokens(old_TN: Tensor, new_TN: Tensor) -> Tensor:
 
 def _differ(old: Tensor, new: Tensor) -> Tensor:
     differ = old != new
-    if old.is_floating_point():  # NaN is equal to itself only as bits
+    if old.is_floating_point():  # NaN equals itself only as bits
         bits = INTEGERS[old.element_size()]
         differ &= old.contiguous().view(bits) != new.contiguous().view(bits)
     return differ
 
 
 class Trace:
-    """What some modules put out in one forward; entered, it hooks them.
+    """Records the outputs of some modules in one forward; a context manager that hooks them.
 
-    With `against` only the bits that differ from that trace are kept, else what the modules put
-    out. Calls are numbered by module, since which modules run may depend on the tokens (experts).
+    With `against`, only the differences in bits from that trace are kept, else the outputs. Calls
+    are numbered by module, since which modules run may depend on the tokens (experts).
 
     Args:
-        modules: by dotted name.
+        modules: the modules by dotted name.
         batch, row_tokens: B and S.
-        tokens: keep these of the T tokens alone.
-        inputs: keep what modules take in, too.
-        gradients: keep the gradients of all that is kept; each module's inputs get views of their
-            own, so that a gradient is that of one consumer.
-        against: an earlier trace, with everything in it that this one is compared with.
+        tokens: keep only these of the T tokens.
+        inputs: also keep the inputs of modules.
+        gradients: keep the gradients of all tensors kept; each module's inputs get separate views,
+            so that a gradient is that of one consumer.
+        against: an earlier trace that contains everything to compare with.
 
     Attributes:
         entered, completed: calls, in the order in which they began and ended.
-        kept, gradients: `[tokens, N]` by `TensorId`.
-        changed: bool `[tokens]` by `TensorId`.
+        kept, gradients: tensors `[tokens, N]` by `TensorId`.
+        changed: bool tensors `[tokens]` by `TensorId`.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Trace:
         self._recording = False
 
     def outputs_changed(self, call: Call) -> Tensor | None:
-        """bool `[tokens]`, against the other trace; None if nothing comparable was put out."""
+        """Tokens that differ from the other trace, bool `[tokens]`; None if not comparable."""
         found = [x for tensor_id, x in self.changed.items() if tensor_id[:2] == (call, "out")]
         return torch.stack(found).any(0) if found else None
 
@@ -177,7 +177,7 @@ class Trace:
             x.register_hook(keep)
 
     def _rows(self, x: Tensor, padded: bool) -> Tensor | None:
-        # A causal Conv1d pads at both ends; what stands past the row is cut off by its caller.
+        # A causal Conv1d pads at both ends; its caller cuts off the outputs past the row.
         rows = by_token(x[..., : self.row_tokens] if padded else x, self.batch, self.row_tokens)
         return rows if rows is None or self.tokens is None else rows[self.tokens]
 

@@ -1,12 +1,12 @@
-"""Does a bit of one document reach another? By replacing documents, and looking at all the others.
+"""Check whether any bit of one document reaches another, by replacing documents.
 
 Cost, for N documents: 2 runs of the batch as it is, then 2·ceil(log2 N) with documents replaced by
-halves; a run is a forward, and a backward if gradients are tested. A leak takes some
-2·ceil(log2 N) + 6 more, to name documents, layer and module.
+halves; a run is a forward, and a backward if gradients are tested. A leak takes about
+2·ceil(log2 N) + 6 more runs, to find documents, layer and module.
 
-In trees each segment is a unit as a document is; those below it may see it, all others are watched.
-Segments are replaced by halves of each depth. Since the loss of what lies below a segment is part
-of its gradient, gradients below the roots are compared with a run of their own, of the same losses.
+In trees each segment is a unit, like a document; segments below may see it, all others are watched.
+Segments are replaced by halves of each depth. Since the loss of segments below is part of a
+segment's gradient, gradients below the roots are compared with a separate run with the same losses.
 """
 
 from __future__ import annotations
@@ -43,45 +43,47 @@ def verify_isolation(
 
     Runs the model as it is (patched or not, train or eval), with other tokens in some documents. A
     bit that changes elsewhere is a leak: in the output of any layer, in the logits, or in the
-    gradient of the input embeddings. Losses are not looked at: they, and the auxiliary loss of a
-    mixture of experts, are over the batch by design. Where routing or normalisation reaches over
-    the batch by design, that is a leak.
+    gradient of the input embeddings. Losses, including the auxiliary loss of a mixture of experts,
+    are over the batch by design and not compared. Routing or normalisation over the batch counts as
+    a leak.
 
-    In a `packed_layout` of trees the segments that hold tokens take the documents' place, numbered
-    in the order of the row: other tokens in a segment may change its own outputs and those below it
-    on its paths, and no other's.
+    In a `packed_layout` of trees, the non-empty segments take the documents' place, numbered in the
+    order of the row: other tokens in a segment may only change its outputs and those of segments
+    below it.
 
-    Of N documents it takes 2 + 2·ceil(log2 N) forwards, each with a backward if gradients are
-    tested, and memory for a copy of all layers' outputs; of trees that for each depth, twice below
-    the roots with gradients. A leak takes some more.
+    For N documents it takes 2 + 2·ceil(log2 N) forwards, each with a backward if gradients are
+    tested, and memory for a copy of all layers' outputs; for trees, as many at each depth, and
+    twice as many below the roots with gradients. A leak takes a few more.
 
-    Afterwards modes, buffers and random generators are as before; no parameter gets a gradient.
+    Modes, buffers and random generators are restored; no parameter gets a gradient.
 
     Args:
-        model: any model of transformers with one stack of layers (decoders, encoders, hybrids), or
-            a wrapper of one. A compiled graph hides its layers: only outputs are tested there.
-        batch: keyword arguments of its forward, with integer `input_ids` `[B, S]`; passed on as
-            they are, but for the tokens, labels, and a cache (copied). Moved to the model's device.
-            The documents are found by the contract of `patch_model`, or in `seq_idx` `[B, S]`;
-            padding is none. A `PackedBatch` is passed as input_ids and position_ids.
-        gradients: test them; None: if the model can. The forwards then run with gradients on.
-        documents: how many (chosen by `seed`), or which, to replace: all others are watched. None:
-            all, in 2·ceil(log2 N) forwards.
+        model: any transformers model with one stack of layers (decoders, encoders, hybrids), or a
+            wrapper of one. A compiled graph hides its layers: only its outputs are tested.
+        batch: keyword arguments of its forward, with integer `input_ids` `[B, S]`; passed
+            unchanged, except for the tokens, labels, and a cache (copied). Moved to the model's
+            device. The documents are found by the contract of `patch_model`, or in `seq_idx`
+            `[B, S]`; padding is not a document. A `PackedBatch` is passed as input_ids and
+            position_ids.
+        gradients: whether to test gradients; None: if the model supports it. The forwards then run
+            with gradients enabled.
+        documents: the number of documents to replace (chosen by `seed`), or their indices; all
+            others are watched. None: all, in 2·ceil(log2 N) forwards.
         layout: the documents over all B·S tokens, if the batch does not contain the boundaries (a
             4D mask).
-        seed: of the other tokens, the choice of documents, and the loss that is differentiated.
+        seed: random seed of the replaced tokens, the choice of documents, and the loss.
 
     Returns:
-        What was tested.
+        A report of what was tested.
 
     Raises:
-        IsolationError: naming layer, module, its kind, the documents or segments, and the
-            direction.
-        NotImplementedError: `gradients=True`, and the model gives none; a PEFT adapter whose effect
-            depends on the row; a row that ranks share.
-        ValueError: fewer than two documents; no outputs by token; outputs or gradients that are not
-            finite; outputs that do not change with the tokens, or that differ between two runs of
-            the same batch.
+        IsolationError: a document reaches another; the message names layer, module, documents or
+            segments, and the direction.
+        NotImplementedError: with `gradients=True`, the model has no gradients; a PEFT adapter's
+            effect depends on the row; ranks share the row.
+        ValueError: there are fewer than two documents, or no outputs for each token; outputs or
+            gradients are not finite; outputs do not change with the tokens, or differ between two
+            runs of the same batch.
 
     >>> from flexvarlen.verify.experiment.batch import PackedBatch
     >>> from flexvarlen.verify.models import build_model
@@ -120,7 +122,7 @@ class _Search:
         """Replace documents, or segments, by halves.
 
         Raises:
-            IsolationError: a leak; one in the forward, if there is any.
+            IsolationError: a leak, in the forward if there is one.
         """
         run, backward = self.run, None
         for replaced, watched in halves_of(self.chosen, run.units):
@@ -156,8 +158,7 @@ class _Search:
             if gradients is not None:
                 if gradients:
                     raise NotImplementedError(
-                        f"gradients must be such as the model gives, but {reason}; pass "
-                        "gradients=False."
+                        f"gradients cannot be tested: {reason}; pass gradients=False."
                     ) from reason
                 raise
             self.why_no_gradients = str(reason).rstrip(".")
@@ -166,14 +167,14 @@ class _Search:
         return run([], None, trace), trace
 
     def _check_first_run(self) -> bool:
-        """Whether the gradients of two runs have the same bits; outputs must."""
+        """Whether the gradients of two runs have the same bits; raises if the outputs differ."""
         run, before = self.run, self.before
         for what, found in (("outputs", before.outputs), ("gradients", before.gradient)):
             for number, unit in enumerate(run.units if found is not None else ()):
                 if found is not None and not bool(found[unit.tokens].isfinite().all()):
                     raise ValueError(
-                        f"the model's {what} must be finite, got others for {run.name(number)}, "
-                        "in which a leak would not show; check weights and dtype."
+                        f"the model's {what} must be finite, got infinities or NaN for "
+                        f"{run.name(number)}, which would hide a leak; check weights and dtype."
                     )
         trace = self._trace(against=self.before_trace)
         again = run([], None, trace)
@@ -181,8 +182,8 @@ class _Search:
         if change is not None:
             where = f"layer {change[0]}" if change[0] is not None else "the outputs"
             raise ValueError(
-                "the model must give the same bits for the same batch and random state, got others "
-                f"in {where}; turn off what adds in any order (atomics), or "
+                "the model must give the same bits for the same batch and random state, got "
+                f"differences in {where}; disable atomic additions, or call "
                 "torch.use_deterministic_algorithms(True)."
             )
         return before.gradient is not None and not _rows_changed(before, again).any()
@@ -192,7 +193,7 @@ class _Search:
         if not any(bool(changed[self.run.units[unit].tokens].any()) for unit in replaced):
             raise ValueError(
                 f"the outputs of {self.run.word}s {list(replaced)[:8]} must change with their "
-                "tokens, got the same bits; pass a batch whose input_ids the model reads."
+                "tokens, but have the same bits; pass a batch whose input_ids the model reads."
             )
 
     # ---- what changed ----
@@ -221,7 +222,7 @@ class _Search:
     def _backward_change(
         self, after: RunResult, replaced: Sequence[int], watched: Sequence[int]
     ) -> tuple[str, list[int], int] | None:
-        """How gradients leak ("zeros", "bits"), from which units, into which."""
+        """How gradients leak ("zeros" or "bits"), from which units, and into which."""
         if after.gradient is None:
             return None
         crossed = self._reached((after.gradient != 0).any(-1), replaced)
@@ -229,7 +230,7 @@ class _Search:
             return "zeros", list(watched), crossed[0]
         if not self.compares_bits:
             return None
-        # What lies above the replaced had their losses in the first run.
+        # In the first run, units above the replaced ones received the gradients of their losses.
         losses = watched if self.run.units[replaced[0]].depth > 0 else None
         expected = self.before if losses is None else self.run([], losses)
         changed = _rows_changed(expected, after)
@@ -243,11 +244,11 @@ class _Search:
         return ("bits", list(replaced), reached[0]) if reached else None
 
     def _reached(self, flags: Tensor, units: Sequence[int]) -> list[int]:
-        """Those of the units of which a token has a flag."""
+        """The units with a flagged token."""
         return [unit for unit in units if bool(flags[self.run.units[unit].tokens].any())]
 
     def _tokens(self, units: Sequence[int]) -> Tensor:
-        """bool `[T]`: those of some units."""
+        """A mask of the tokens of some units, bool `[T]`."""
         flags = torch.zeros(self.run.ids.numel(), dtype=torch.bool, device="cpu")
         for unit in units:
             flags[self.run.units[unit].tokens] = True
@@ -260,7 +261,7 @@ class _Search:
 
         def leak(sources: list[int]) -> tuple[int | None, int] | None:
             trace = self._trace(against=self.before_trace)
-            # The same losses each time, though they do not matter here.
+            # The losses do not matter here, but must be the same each time.
             return self._first_change(trace, self.run(sources, [target], trace), [target])
 
         source = one_of(replaced, lambda sources: leak(sources) is not None)
@@ -282,7 +283,7 @@ class _Search:
             losses = self.run.outside(some)
             return bool(_rows_changed(self.run([], losses), self.run(some, losses))[rows].any())
 
-        if how == "bits":  # of the first run, where all documents had a loss
+        if how == "bits":  # compared with the first run, where all documents had a loss
             others = self.run.outside([target])
             if crosses(others):
                 how, sources = "zeros", others
@@ -293,7 +294,7 @@ class _Search:
 
 
 def one_of(units: list[int], leak: Callable[[list[int]], bool]) -> int:
-    """One unit that leaks, of several that leak together."""
+    """Find one unit that leaks among several that leak together."""
     while len(units) > 1:
         middle = len(units) // 2
         units = units[:middle] if leak(units[:middle]) else units[middle:]
@@ -301,7 +302,7 @@ def one_of(units: list[int], leak: Callable[[list[int]], bool]) -> int:
 
 
 def _rows_changed(before: RunResult, after: RunResult) -> Tensor:
-    """bool `[T]`: whose gradients have other bits."""
+    """Tokens whose gradients have other bits, bool `[T]`."""
     assert before.gradient is not None
     assert after.gradient is not None
     return changed_tokens(before.gradient, after.gradient)

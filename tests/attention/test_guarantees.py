@@ -241,7 +241,7 @@ def test_switch_that_is_turned_off_before_the_backward_is_noticed():
     q.requires_grad_()
     with torch_is_deterministic(True):
         out = packed_attention(q, k, v, layout, backend="varlen", deterministic=True)
-    with pytest.raises(RuntimeError, match="no longer holds; leave it on"):
+    with pytest.raises(RuntimeError, match="no longer holds; keep it on"):
         out.backward(grad)
     with pytest.raises(NotImplementedError, match="use_deterministic_algorithms"):
         packed_attention(q, k, v, layout, backend="varlen", deterministic=True)

@@ -93,7 +93,7 @@ def test_text_is_read_before_any_work(suite, tmp_path):
 def test_a_lost_device_is_one_sentence_and_nothing_is_lost(suite, tmp_path):
     found = bench("kernels", "--out", tmp_path, "--device", "cpu", "--variants", "a,lost")
     assert found.exit_code == 2
-    assert "lost killed the device. What was measured is kept; run again" in " ".join(
+    assert "lost killed the device. Results so far are kept; run again" in " ".join(
         found.output.split()
     )
     assert "Traceback" not in found.output
@@ -117,14 +117,14 @@ def test_list_measures_nothing(suite, tmp_path):
     ("args", "words"),
     [
         (["kernels", "--cases", "["], "--cases must be a regular expression"),
-        (["kernels", "--cases", "no such"], "--cases must find a case"),
+        (["kernels", "--cases", "no such"], "--cases must match a case"),
         (["kernels", "--device", "tpu"], "--device must be"),
         (["all", "--out", "rows.jsonl"], "--out must be a folder for several suites"),
-        (["kernels", "--out", f"{__file__}/below"], "--out must be where records can be"),
-        (["kernels", "--out", f"{__file__}/rows.jsonl"], "--out must be where records can be"),
+        (["kernels", "--out", f"{__file__}/below"], "--out must be a writable file"),
+        (["kernels", "--out", f"{__file__}/rows.jsonl"], "--out must be a writable file"),
         (["all", "--variants", "fa2"], "--variants must be of one suite"),
-        (["kernels", "--out", f"{HERE}/records.jsonl"], "--out must be where records can be"),
-        (["kernels", "--text", __file__], "--text must be for a suite that packs texts"),
+        (["kernels", "--out", f"{HERE}/records.jsonl"], "--out must be a writable file"),
+        (["kernels", "--text", __file__], "--text must be used with a suite that packs texts"),
         (["report", "no-such-file.jsonl"], "Records must be read from a text file, got 'no-such"),
         (["report", str(HERE)], "Is a directory); check the path."),
     ],

@@ -126,7 +126,7 @@ def test_ctrl_c_keeps_what_was_checked_until_then(run, tmp_path, monkeypatch):
     options = ["--backend", "reference,sdpa", "--model", "llama"]
     result = run(*SMALL, *options)
     assert result.exit_code == 130, result.output
-    assert "Stopped by Ctrl-C: this is what was measured until then." in result.output
+    assert "Stopped by Ctrl-C: these are the results so far." in result.output
     records = read_records([tmp_path / "out" / "records.jsonl"])
     names = [(record.case["model"], record.case["variant"]) for record in records]
     assert names == [("qwen3 tiny", BASELINE), ("qwen3 tiny", "reference")]
@@ -240,9 +240,9 @@ def test_leaking_backend_fails_the_command(run, monkeypatch):
         (["--text", "no-such-file"], "--text must name"),
         (["--text", str(table.PATH)], "--text must be a JSON object on each line"),
         (["--tokens", "8x"], "at least 2 tokens"),
-        (["--out", __file__], "--out must be where records can be"),
-        (["--out", f"{__file__}/below"], "--out must be where records can be"),
-        (["--out", "/proc/none"], "--out must be where records can be"),
+        (["--out", __file__], "--out must be a writable file"),
+        (["--out", f"{__file__}/below"], "--out must be a writable file"),
+        (["--out", "/proc/none"], "--out must be a writable file"),
     ],
 )
 def test_mistake_is_one_sentence_and_exit_code_2(args, words, monkeypatch):
@@ -281,7 +281,7 @@ def test_doctor_names_the_scans_that_were_checked(monkeypatch, tmp_path):
     monkeypatch.setenv(env.CACHE, str(tmp_path))
     assert "fla's scans" not in said()
     monkeypatch.setattr(fla_kernels, "why_not", lambda x: None)
-    assert said().endswith("first use, on this machine none so far.")
+    assert said().endswith("first use; on this machine, none has run yet.")
     machine = keys.machine(torch.device("cpu"))
     notes = {f"{machine}; {NOTED}scan one": {}, f"another machine; {NOTED}scan two": {}}
     cache_file.write_entries(cache_file.cache_path(), notes)
@@ -322,7 +322,7 @@ def test_tune_times_training_and_inference(monkeypatch, tmp_path):
 def test_tune_on_a_cpu_says_that_nothing_is_to_be_tuned():
     result = CliRunner().invoke(app, ["tune", "--tokens", "256"])
     assert result.exit_code == 2
-    assert result.output.startswith("tune times the kernels of a CUDA device, and found none")
+    assert result.output.startswith("tune times the kernels of a CUDA device, but found none")
 
 
 @pytest.mark.parametrize("heads", ["32", "8/3", "8/0", "a/b", "-8/2", "0/2"])

@@ -217,7 +217,7 @@ def test_out_that_cannot_be_made_is_found_late(tmp_path, command, out):
     (tmp_path / "file").write_text("")
     result = CliRunner().invoke(app, ["drift", *command, "--out", str(tmp_path / out)])
     assert result.exit_code == 2
-    assert "--out must be where records can be" in said(result)
+    assert "--out must be a writable file" in said(result)
     assert "Traceback" not in result.output
 
 

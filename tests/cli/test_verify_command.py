@@ -156,7 +156,7 @@ def test_backend_without_a_backward_says_so():
             "--form must be one of position_ids, cu_seq_lens, both, default_cache",
         ),
         (["--lengths", "5,0"], "--lengths must be"),
-        (["--lengths", "5"], "two or more numbers"),
+        (["--lengths", "5"], "two or more comma-separated numbers"),
         (["--dtype", "int8"], "--dtype must be"),
         (["--device", "tpu"], "--device must be"),
         (["--backend", "transformers:spda"], "spda"),

@@ -122,7 +122,7 @@ def test_what_was_valid_before_makes_nothing_else_valid():
 
 @pytest.mark.parametrize("block_size", [0, 1.5, None, True, (128,), (128, 0), "128"], ids=repr)
 def test_block_sizes_that_are_none_are_refused(block_size):
-    with pytest.raises(ValueError, match="block_size must be at least 1 token, or a pair"):
+    with pytest.raises(ValueError, match="block_size must be an integer of at least 1, or a pair"):
         document_block_mask(LAYOUT, block_size=block_size)
 
 

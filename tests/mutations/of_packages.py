@@ -319,8 +319,8 @@ MUTATIONS = (
     Mutation(
         "chats: marked values are not looked for",
         "flexvarlen/packing/chat_template.py",
-        "left_out = [name for name, marker in markers if marker not in written]",
-        "left_out: list[str] = []",
+        "omitted = [name for name, marker in markers if marker not in written]",
+        "omitted: list[str] = []",
         "tests/packing/test_chat.py",
     ),
     Mutation(

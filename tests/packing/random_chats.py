@@ -241,9 +241,9 @@ def assert_as_expected(chat: Chat, tokenizer: Any, template: str) -> bool:
     options = {"train": chat.train, "chat_template": template} | chat.options
     turns = expected(chat, tokenizer, template)
     if isinstance(turns, str):
-        with pytest.raises(ValueError, match=r"must|cannot write the chat|does not write"):
+        with pytest.raises(ValueError, match=r"must|cannot write the chat"):
             conversation_samples(chat.given, tokenizer, **options)
-        with pytest.raises(ValueError, match=r"must|cannot write the chat|does not write"):
+        with pytest.raises(ValueError, match=r"must|cannot write the chat"):
             tokenize_chat(chat.given, tokenizer, **options)
         return False
     samples = conversation_samples(chat.given, tokenizer, **options)

@@ -145,8 +145,8 @@ def test_answers_that_are_not_to_be_learned(template):
         x for x, _ in learned(template, [*without[:2], *(x | {"weight": 1} for x in CHAT)])
     ] == whole
     for chat, train, words in (
-        ([x | {"weight": 0} for x in CHAT], "all", "must hold an answer to train on"),
-        (CHAT, lambda message: False, "must hold an answer to train on"),
+        ([x | {"weight": 0} for x in CHAT], "all", "must contain an answer to train on"),
+        (CHAT, lambda message: False, "must contain an answer to train on"),
         ([CHAT[0], CHAT[1] | {"weight": 0.5}], "all", "weight of message 1 must be 0.* got 0.5"),
         (CHAT, "first", "train must be 'all', 'last' or a function .* got 'first'"),
     ):
@@ -216,7 +216,7 @@ def test_tool_calls_that_the_template_leaves_out_are_refused(template, written, 
     """Two calls are one too many for gpt-oss's."""
     template = template.replace("{{ m.content }}", "{{ m.content }}" + written)
     chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}, *CHAT]
-    with pytest.raises(ValueError, match=f"must write {missing} of message 1, and leaves it out"):
+    with pytest.raises(ValueError, match=f"must write {missing} of message 1, but omits it"):
         learned(template, chat)
 
 
@@ -226,11 +226,14 @@ def test_tool_calls_that_the_template_leaves_out_are_refused(template, written, 
     [
         ({"reasoning_content": "a thought"}, "must write reasoning_content of message 1"),
         ({"refusal": "a refusal"}, "must write refusal of message 1"),
-        ({"function_call": CALL["function"]}, "function_call must be tool_calls, .* in message 1"),
+        (
+            {"function_call": CALL["function"]},
+            "function_call must be given as tool_calls, .* in message 1",
+        ),
         ({"tool_calls": [7]}, r"tool_calls must be a list of mappings .* got \[7\], in message 1"),
         ({"tool_calls": "[]"}, "tool_calls must be a list of mappings .* in message 1"),
         ({"reasoning": "a", "thinking": "b"}, "reasoning must be one text, .* in message 1"),
-        ({"content": [{"type": "image"}]}, "content must be a text, or parts of the type text"),
+        ({"content": [{"type": "image"}]}, "content must be a string, or parts of type text"),
         (
             {"content": [{"type": "text", "text": FIRST}]},
             "text of message 1; pass its content as a string",
@@ -309,7 +312,7 @@ def test_an_error_of_the_template_names_the_message():
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_a_chat_without_an_answer_is_refused(template):
-    with pytest.raises(ValueError, match="messages must hold an answer"):
+    with pytest.raises(ValueError, match="messages must contain an answer"):
         learned(template, CHAT[:1])
 
 

@@ -248,7 +248,7 @@ def test_next_token_labels_of_ones_own(of):
     )
     some = [{"input_ids": of([1, 2, 3]), "labels": of([1, -100, 3])}]
     for each in (some, some + features):  # perhaps of masked LM, with these tokens kept
-        with pytest.raises(ValueError, match=r"next_token_labels must be given .* pass True"):
+        with pytest.raises(ValueError, match=r"next_token_labels must be set .* pass True"):
             fv.PackedCollator()(each)
     for next_token, first in ((True, -100), (False, 1)):
         labels = fv.PackedCollator(next_token_labels=next_token)(some + features)["labels"]
@@ -284,11 +284,11 @@ def test_positions_of_roberta():
     [
         ([], "features must contain at least one document"),
         ([{"input_ids": []}], "features must contain at least one document"),
-        ([{"labels": [1]}], "features must hold input_ids, got labels"),
+        ([{"labels": [1]}], "features must have input_ids, got labels"),
         ([{"input_ids": [1], "text": "a"}], "got 'text'; drop it, as it is not tokenized"),
         ([{"input_ids": [1], "w": [0.5]}], "got 'w'; drop it, or pass extra={'w': padding value}"),
         ([{"input_ids": [1], "label": 1}], r"got 'label'; .* give a classifier batch\['labels'\]"),
-        ([{"messages": [{"role": "user"}]}], "hold input_ids, got messages; tokenize the dataset"),
+        ([{"messages": [{"role": "user"}]}], "have input_ids, got messages; tokenize the dataset"),
         ([{"input_ids": [1, 2], "labels": 1}], "labels .* got one for the document; for a class"),
         ([{"input_ids": [[1, 2]] * 2, "labels": 1}], "labels must have a row for each of 2, got 0"),
         ([[1.0, 2.5]], "input_ids must be integers, got float64"),
@@ -302,7 +302,7 @@ def test_positions_of_roberta():
         ([{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "boundaries must rise from 0"),
         (
             [{"input_ids": [1] * 9}] * 2,
-            "features must hold at most total_tokens=16 tokens, got 18 in 2 documents; .*"
+            "features must contain at most total_tokens=16 tokens, got 18 in 2 documents; .*"
             "per_device_train_batch_size=1 and per_device_eval_batch_size=1",
         ),
         ([{"input_ids": [1]}] * 5, "capacity"),
@@ -323,11 +323,11 @@ def test_positions_of_roberta():
         ),
         (
             {"input_ids": [1, 2, 3], "cu_seq_lens_q": [0, 3], "position_ids": [0, 1, 0]},
-            "must describe the same documents, got another boundary at 2",
+            "must describe the same documents, got different boundaries at 2",
         ),
         (
             {"input_ids": [1, 2, 3], "seq_lengths": [3], "attention_mask": [1, 1, 2]},
-            "must describe the same documents, got another boundary at 2",
+            "must describe the same documents, got different boundaries at 2",
         ),
         (
             {"input_ids": [1, 2, 3], "cu_seq_lens_q": [0, 3], "cu_seq_lens_k": [0, 1, 3]},
@@ -341,7 +341,9 @@ def test_mistake_is_a_sentence(collate, features, words):
 
 
 def test_a_name_of_its_own_is_no_extra():
-    with pytest.raises(ValueError, match="extra must name columns of your own, got 'labels'"):
+    with pytest.raises(
+        ValueError, match="extra must name columns unknown to the collator, got 'labels'"
+    ):
         fv.PackedCollator(extra={"labels": 0})
 
 

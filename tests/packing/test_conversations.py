@@ -293,14 +293,14 @@ def test_what_is_refused():
     messages = recorded(ROLLOUTS[0], samples_of("strips"))
     for name, also in (("token_ids", "prompt_token_ids"), ("prompt_token_ids", "")):
         without = {key: x for key, x in messages[2].items() if key not in (name, also)}
-        with pytest.raises(ValueError, match=f"must have {name}, or none; message 2"):
+        with pytest.raises(ValueError, match=f"must have {name}, or none, got message 2"):
             fv.conversation_samples([*messages[:2], without, *messages[3:]], tokenizer)
     only = [*START, answer("x") | {"prompt_token_ids": [1]}]
     with pytest.raises(ValueError, match="prompt_token_ids must come with token_ids"):
         fv.conversation_samples(only, tokenizer)
     with pytest.raises(ValueError, match=r"token_ids of message 2 must be integers.*pass the ids"):
         fv.conversation_samples([*START, answer("x") | {"token_ids": ["x"]}], tokenizer)
-    with pytest.raises(ValueError, match="messages must hold an answer"):
+    with pytest.raises(ValueError, match="messages must contain an answer"):
         fv.conversation_samples([answer("a greeting"), user("x")], tokenizer)
     with pytest.raises(ValueError, match="continue the prompt of message 2"):
         fv.conversation_samples(ROLLOUTS[2], tokenizer, opening="x")
@@ -359,7 +359,7 @@ def test_content_that_the_template_would_write_as_python_does():
 def test_what_is_not_one_chat():
     tokenizer = tokenizer_with(STRIPS)
     for messages in ([ROLLOUTS[0], ROLLOUTS[1]], {"messages": ROLLOUTS[0]}, "a question"):
-        with pytest.raises(ValueError, match="messages must be one chat"):
+        with pytest.raises(ValueError, match="messages must be mappings"):
             fv.conversation_samples(messages, tokenizer)
     with pytest.raises(TypeError, match="add_generation_prompt"):  # it would end every answer
         fv.conversation_samples(ROLLOUTS[0], tokenizer, add_generation_prompt=True)

@@ -114,16 +114,16 @@ def test_a_loader_gives_the_rows(rows):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_replicas": 3}, "same num_replicas, 3, got 4"),
-        ({"window": 2}, "same window, 2, got 64"),
-        ({"drop_last": True}, "same drop_last, True, got False"),
+        ({"num_replicas": 3}, "state's num_replicas must be 3, got 4"),
+        ({"window": 2}, "state's window must be 2, got 64"),
+        ({"drop_last": True}, "state's drop_last must be True, got False"),
     ],
 )
 def test_a_state_of_another_order_is_a_sentence(rows, changes, words):
     state = sampler(rows[:40]).state_dict()
     with pytest.raises(ValueError, match=words):
         fv.BalancedSampler(rows[:40], **{"num_replicas": RANKS, **changes}).load_state_dict(state)
-    with pytest.raises(ValueError, match="same rows"):
+    with pytest.raises(ValueError, match="the state's rows must be"):
         sampler([[5]] * 40).load_state_dict(state)
     with pytest.raises(ValueError, match="taken must be from 0 to 40"):
         sampler(rows[:40]).load_state_dict(state | {"taken": -3})

@@ -163,7 +163,7 @@ def test_a_stream_without_labels_ends():
         def __iter__(self):
             return endless()
 
-    message = "labels that are not -100, got none in the first 9 examples; .*long='split'"
+    message = "labels that are not -100, but the first 9 examples have none; .*long='split'"
     with pytest.raises(ValueError, match=message):
         next(iter(fv.StreamPacker(endless(), 8, buffer=9)))
     stream = fv.StreamPacker(Endless(), 8, buffer=9)
@@ -180,7 +180,7 @@ GOOD = {"input_ids": [1, 2, 3]}
         ({"train": [GOOD]}, {}, "dataset must be an iterable .*, got dict; pass one split"),
         ("text", {}, "dataset must be an iterable"),
         (7, {}, "dataset must be an iterable .*, got int; "),
-        ([], {}, "dataset must contain at least one example; .* no iterator that was read"),
+        ([], {}, "dataset must contain at least one example; .* was not read before"),
         (iter([]), {}, "dataset must contain at least one example; "),
         ([[GOOD], [GOOD]], {}, r"example 0 of .* must be one document, got a list of 1; flatten "),
         ([GOOD, GOOD | {"text": "a"}], {}, "example 1 of dataset must be .*got 'text'; drop it"),
@@ -204,7 +204,9 @@ def test_a_second_pass_over_an_iterator_is_a_sentence(workers):
         stream, batch_size=None, num_workers=workers, persistent_workers=bool(workers)
     )
     assert len(list(loader)) == 4
-    with pytest.raises(ValueError, match=r"each pass reads .*, got a list_iterator that .*; pass"):
+    with pytest.raises(
+        ValueError, match=r"each pass can read .*, got a list_iterator that .*; pass"
+    ):
         list(loader)
 
 
@@ -212,9 +214,9 @@ def test_a_state_of_other_rows_or_another_stream_is_a_sentence():
     stream = packer([2, 3], tokens=4)
     next(iter(stream))
     state = stream.state_dict()
-    with pytest.raises(ValueError, match="state must be of tokens 16, got 4"):
+    with pytest.raises(ValueError, match="the state's tokens must be 16, got 4"):
         packer([2], tokens=16).load_state_dict(state)
-    with pytest.raises(ValueError, match="state must be of buffer 5, got 16"):
+    with pytest.raises(ValueError, match="the state's buffer must be 5, got 16"):
         packer([2], tokens=4, buffer=5).load_state_dict(state)
     shorter = packer([2], tokens=4)
     shorter.load_state_dict(state | {"rows": 2})
@@ -250,7 +252,7 @@ def test_state_of_a_stream_that_workers_pack_is_refused():
     """The main process would say that no row was yielded, and all would come again."""
     stream = fv.StreamPacker([[1, 2, 3]] * 8, 3)
     assert len(list(DataLoader(stream, batch_size=None, num_workers=1))) == 8
-    with pytest.raises(ValueError, match="num_workers must be 0 where the state"):
+    with pytest.raises(ValueError, match="num_workers must be 0 to save the state"):
         stream.state_dict()
     assert len(list(stream)) == stream.state_dict()["rows"] == 8
 

@@ -55,7 +55,7 @@ def test_what_is_refused(tmp_path):
     shared = fv.share_prefixes([[1, 2]])
     with pytest.raises(ValueError, match=r"path must end in \.png"):
         shared.save_picture(tmp_path / "a.jpg")
-    with pytest.raises(ValueError, match="names must be one for each of the 1 samples, got 2"):
+    with pytest.raises(ValueError, match="names must have one entry for each of 1 samples, got 2"):
         shared.save_picture(tmp_path / "a.png", ["a", "b"])
 
 

@@ -18,7 +18,7 @@ from tests.tiny_models import new_model
 
 OF_SHARD = "packed_layout must be that of this rank's shard under sequence_parallel_group"
 OUT = "cannot be combined with sequence_parallel_group"
-OVER_TEXT = "a model with sequence_parallel_group must be over text"
+OVER_TEXT = "a model with sequence_parallel_group must take text alone"
 
 
 def refusals(group: Any) -> dict[str, str]:
@@ -179,11 +179,11 @@ def refusals(group: Any) -> dict[str, str]:
             lambda: attend(own, causal=False),
         ),
         "packed_attention on a shard": (
-            "layout must be of whole documents, got one rank's shard",
+            "layout must describe whole documents, got one rank's shard",
             lambda: fv.packed_attention(x, x, x, own),
         ),
         "no group": (
-            "packed_layout must be of whole documents, got one rank's shard",
+            "packed_layout must describe whole documents, got one rank's shard",
             lambda: alone(**shard),
         ),
         "another's shard": (

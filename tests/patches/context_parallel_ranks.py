@@ -194,7 +194,7 @@ def errors(folder: str) -> dict[str, str]:
     trainer.train_dataset = [{"input_ids": [5, 6], "labels": 1}, {"input_ids": [7], "labels": 0}]
     note("padded batches", trainer.train)
     fv.patch_model(trainer.model)
-    note("another patch", trainer.train)
+    note("patched again", trainer.train)
     return said
 
 

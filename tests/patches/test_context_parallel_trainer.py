@@ -99,17 +99,17 @@ ERRORS = {
     "own count": "without average_tokens_across_devices=False;",
     "rebalanced": "without train_sampling_strategy='batch_rebalance';",
     "padded": "context_parallel shares packed rows, got batches that are padded",
-    "dispatched": "got accelerate's dispatch_batches",
+    "dispatched": "but accelerate's dispatch_batches",
     "evaluated first": r"train\(\) must come before evaluate\(\)",
     "evaluated first, compiled": r"train\(\) must come before evaluate\(\)",
     "fewer rows": "the processes of a group must load the same row, got different ones",
-    "twice": "trainer must be patched once with context_parallel",
+    "twice": "a trainer with context_parallel cannot be patched twice",
     "predict": "predictions need whole rows",
     "isolation": "IsolationCallback verifies whole rows",
     "other rows": "the processes of a group must load the same row, got different ones",
     "other rows later": "the processes of a group must load the same row, got different ones",
-    "padded batches": r"a batch must be one packed row .* got input_ids \[2, 2\];",
-    "another patch": "must stay as patch_trainer patched it",
+    "padded batches": r"must be one packed row with labels, got input_ids \[2, 2\];",
+    "patched again": "must not be patched again or unpatched",
 }
 
 
@@ -127,7 +127,7 @@ def test_options_of_padded_batches_are_refused(tmp_path):
     trainer = trainer_of("packed", str(tmp_path), alone=True)
     with pytest.raises(ValueError, match="cannot be combined with unpad_to_multiple_of"):
         fv.patch_trainer(trainer, context_parallel=2, share_prefixes=True)
-    with pytest.raises(ValueError, match="got 2 with 1; start more by torchrun"):
+    with pytest.raises(ValueError, match="got 2 with 1; start more with torchrun"):
         fv.patch_trainer(trainer, context_parallel=2)
 
 

@@ -20,7 +20,7 @@ def test_only_what_stands_between_the_markers_changes(tmp_path):
 def test_a_page_without_any_of_the_markers_is_an_error(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(TEXT)
-    with pytest.raises(ValueError, match=r"page\.md must hold the markers of one of y"):
+    with pytest.raises(ValueError, match=r"page\.md must contain the markers of one of y"):
         rewrite(page, {"y": "new"})
     assert page.read_text() == TEXT
 

@@ -40,7 +40,7 @@ def test_a_narrow_table_goes_without_the_columns_that_it_can_spare_and_says_so()
     assert table.narrowed(40, ("MiB", "ms")) is table
     found = table.narrowed(28, ("MiB", "none", "ms"))
     assert (found.header, found.lines) == (("name", "ms"), (("a" * 20, "1.0"),))
-    assert found.notes == ("Without room in 28 columns: MiB.",)
+    assert found.notes == ("Not shown in 28 columns: MiB.",)
     assert found.bad == table.bad
 
 

@@ -320,10 +320,10 @@ def test_a_line_cut_off_by_a_lost_machine_is_reported_and_costs_its_case_alone(o
     whole = out.read_text()
     out.write_text(whole[:-20])
     suite = Squares(2)
-    with pytest.warns(UserWarning, match="line 8 of rows.jsonl was cut off"):
+    with pytest.warns(UserWarning, match="line 8 of rows.jsonl is incomplete"):
         run_suite(suite, OPTIONS, RunRequest(out))
     assert suite.measured == [(1, ("a", "b"))]
-    with pytest.warns(UserWarning, match="cut off"):
+    with pytest.warns(UserWarning, match="is incomplete"):
         rows = read_records([out])
     assert len(rows) == 8
     assert rows[-1].case == {"side": 1, "variant": "b", "pass": "backward"}
@@ -351,7 +351,7 @@ def test_a_full_disk_leaves_no_half_row(out, monkeypatch):
 def test_a_file_of_something_else_is_a_sentence(out):
     out.parent.mkdir()
     out.write_text('{"loss": 3.2}\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl must hold records"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl must contain records"):
         run_suite(Squares(1), OPTIONS, RunRequest(out))
 
 

@@ -259,7 +259,7 @@ class _CaseMeasurement:
             return status_of(error)
 
     def flops(self, pass_: str) -> float:
-        """Of unmasked work."""
+        """Floating-point operations of unmasked work."""
         mask = DocumentMask.of(self.inputs.layout(), causal=self.inputs.causal)
         _, heads, head_dim = self.inputs.q.shape
         return mask.flops(head_dim, heads, backward=pass_ == "backward")

@@ -30,7 +30,7 @@ from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_k
 KERNELS = ("fa2", "fa3", "fa4", "varlen")
 FORWARD, BOTH = "forward", "forward and backward"
 PASSES = {FORWARD: FORWARD, "forward for a backward": "forward, gradients enabled", BOTH: BOTH}
-"""As the table names them."""
+"""The passes by their names in the table."""
 ROUNDS, CALLS, UNTIMED = 15, 200, 5
 
 
@@ -116,7 +116,7 @@ def _host_time(inputs: Inputs, pass_: str, options: Options, kernel: str) -> Fin
 
 
 def _microseconds(call: Callable[[], Any], calls: int, device: torch.device) -> float:
-    """Of the host, for one call."""
+    """Host time of one call."""
     for _ in range(UNTIMED):
         call()
     synchronize(device)

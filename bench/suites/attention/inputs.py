@@ -157,11 +157,11 @@ class AttentionCase(FrozenCase):
 
     @property
     def name(self) -> str:
-        """Of the case."""
+        """The name of the case."""
         raise NotImplementedError
 
     def inputs(self, device: torch.device) -> Inputs:
-        """Its tensors."""
+        """The tensors of the case."""
         raise NotImplementedError
 
 

@@ -51,7 +51,7 @@ class Cell(AttentionCase):
 
     @property
     def name(self) -> str:
-        """For `--cases` and the log.
+        """The name for `--cases` and the log.
 
         >>> Cell(128, 32, 8, "bfloat16", True, 8192, "log-normal", 500).name
         'd128-h32x8-causal-t8192-log-normal500'

@@ -148,7 +148,7 @@ def flex(backend: str, inputs: Inputs, needs_grad: bool) -> Prepared:
 
 
 def document_mask(inputs: Inputs) -> BlockMask:
-    """As torch's documentation packs documents: by ids that must be equal."""
+    """Pack documents as torch's documentation does: by ids that must be equal."""
     ids = torch.repeat_interleave(inputs.cu_seqlens.diff(), output_size=inputs.q.shape[0])
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ RAW: dict[str, Prepare] = {
     **{name: partial(packaged, module) for name, module in PACKAGES.items()},
     "nested": nested,
 }
-"""By the name of the backend that wraps it."""
+"""Raw kernels by the name of the backend that wraps them."""
 
 
 def sdpa_of_one(inputs: Inputs, needs_grad: bool) -> Prepared:

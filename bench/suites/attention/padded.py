@@ -25,7 +25,7 @@ from flexvarlen.runner.failures import Unsupported
 
 @dataclass(frozen=True)
 class Padding:
-    """Where the tokens of a packed row stand in a padded batch `[B, S]`.
+    """Positions of a packed row's tokens in a padded batch `[B, S]`.
 
     Attributes:
         shape: B and S.
@@ -86,7 +86,7 @@ def sdpa(
 
 
 def forced(kernel: SDPBackend, inputs: Inputs, needs_grad: bool) -> Prepared:
-    """The same by a kernel, without a mask; forcing it costs the host some microseconds."""
+    """The same by a given kernel, without a mask; forcing it costs microseconds of host time."""
     default = sdpa(inputs, needs_grad)
 
     def forward() -> Any:

@@ -55,7 +55,7 @@ THEIRS = [f"padded:transformers:{x}" for x in ("eager", "flash_attention_2", "fl
 
 
 def observed(prepare: Prepare, default: Prepare | None, inputs: Inputs, grad: bool) -> Prepared:
-    """The same, with measures.
+    """Prepare a call, and add measures to it.
 
     `forward_peak_mib`, and `backward_peak_mib` of a forward with its backward; `same_bits`: of two
     backwards; `unequal`, `difference`: the share of elements that are not the default's, the most.

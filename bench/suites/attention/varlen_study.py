@@ -42,7 +42,7 @@ class StudyCase(AttentionCase):
 
     @property
     def name(self) -> str:
-        """As the study writes it."""
+        """The name in the study's notation."""
         return packing_name(self.lengths)
 
     def data(self) -> dict[str, Any]:

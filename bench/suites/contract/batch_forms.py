@@ -19,7 +19,7 @@ LENGTHS = (5, 11, 1, 8, 7)
 RESTART = (0, 0, 0, 0, 0)
 """Each document's first position, where positions restart."""
 ONWARD = (0, 5, 16, 17, 25)
-"""The same, where nobody says so and transformers counts through the row."""
+"""Each document's first position, where transformers counts through the row."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def positions(ids: Tensor, starts: Sequence[int] = RESTART) -> Tensor:
 
 
 def cu_seq_lens(ids: Tensor, with_max: bool = True) -> dict[str, Any]:
-    """As DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them."""
+    """The keywords that DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes."""
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(ids.device, torch.int32)
     found: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
     return found | (

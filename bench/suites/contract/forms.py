@@ -54,7 +54,7 @@ QUICK_FORMS = (
     "left padding",
 )
 FIRST_POSITION = {"roberta": 2}
-"""Of families that do not count positions from 0."""
+"""First positions of families that do not count from 0."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class TinyModels:
         return batch
 
     def answer(self, model: nn.Module, batches: Sequence[Batch], *, gradients: bool) -> Answer:
-        """Of the documents of all batches, one after another."""
+        """The results of a model for the documents of all batches, one after another."""
         model.zero_grad()
         found: list[Tensor] = []
         left = list(self.grad_outputs)

@@ -33,7 +33,7 @@ WITHOUT_PACKING = ("right padding", "left padding")
 
 @dataclass(frozen=True)
 class LeaksCase(FormsCase):
-    """Of one version of transformers, so that records of several stand in one file."""
+    """A case for one version of transformers, so that a file can have records of several."""
 
     transformers: str
 
@@ -55,13 +55,13 @@ class Leaks(Forms):
         return (*(f"transformers:{x}" for x in theirs), *(f"flexvarlen:{x}" for x in ours))
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        """For each machine and version a table of attention alone and one of hybrid models."""
+        """For each machine and version, a table of attention-only models and one of hybrids."""
         for own in _runs(records):
             for kind in grouped_by(sorted(own, key=_is_hybrid), _is_hybrid).values():
                 yield _table(grouped_by(kind, lambda r: f"{r.case['variant'].replace(':', ' `')}`"))
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        """Of each version where most was measured: both kinds of models, ours in one column."""
+        """For each version's most complete machine: both kinds of models, ours in one column."""
         shown = sorted(_shown(records), key=lambda r: (_is_hybrid(r), _is_ours(r)))
         yield _table(grouped_by(shown, _page_column))
 
@@ -92,7 +92,7 @@ def _runs(records: Sequence[Record]) -> Iterable[list[Record]]:
 
 
 def _shown(records: Sequence[Record]) -> list[Record]:
-    """Of each version the machine where most was measured, without what measured nothing there."""
+    """Each version's records on the most complete machine, without forms not measured there."""
     versions: dict[str, list[Record]] = {}
     for own in _runs(records):
         ran = {r.case["variant"] for r in own if "error" in r.measures}

@@ -266,4 +266,4 @@ TINY: dict[str, dict[str, Any]] = {
         "audio_token_id": 2,
     },
 }
-"""By model type, what a config of two layers needs to have all of its family's kinds of layers."""
+"""By model type, config fields with which two layers cover all kinds of its family."""

@@ -145,7 +145,7 @@ def checked(
 
 
 def timed(builds: Mapping[str, Build], options: Options) -> dict[str, dict[str, Any]]:
-    """By builder: `wall_us_*` of a build on an idle device, `gpu_us` of its device work, memory."""
+    """For each builder: `wall_us_*` on an idle device, `gpu_us` of its device work, and memory."""
     if not builds:
         return {}
     device = options.device

@@ -31,7 +31,7 @@ LONGEST_KEPT = {
 """Tokens of the longest step whose activations an H200 (141 GB) can keep beside weights, gradients,
 AdamW's moments and the logits; in a longer one the layers are checkpointed."""
 LARGE = ("qwen3-4b", "llama-3.1-8b")
-"""Of 128K tokens through these a step takes a quarter of a minute: it has the fewest variants."""
+"""A step of 128K tokens takes a quarter of a minute with these, so it has the fewest variants."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ SAMPLE = 256
 WARM_UP = 2048
 """Texts that are embedded before the clock starts."""
 ALLOWANCE = 1e-6
-"""Of 1 - cosine, beyond twice that of plain attention in the same dtype: what fp32 rounds."""
+"""Allowed 1 - cosine beyond twice that of plain attention in the same dtype: fp32 rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)

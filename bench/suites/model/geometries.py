@@ -105,7 +105,7 @@ GEOMETRY_TITLES = {
     "qwen3.5-2b": "Qwen3.5-like, 2B",
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
 }
-"""For headings; the tiny ones go by their own names."""
+"""Titles for headings; tiny models use their own names."""
 
 
 def is_hybrid(geometry: str) -> bool:
@@ -144,11 +144,11 @@ class GeometryCase(FrozenCase):
         return self.new_model(AutoModel, device)
 
     def new_causal_lm(self, device: torch.device) -> PreTrainedModel:
-        """The same with an LM head."""
+        """The same model with an LM head."""
         return self.new_model(AutoModelForCausalLM, device)
 
     def new_model(self, maker: Any, device: torch.device, **changes: Any) -> PreTrainedModel:
-        """The same of a class of transformers, with these fields of the config changed."""
+        """The same model of a transformers class, with these fields of the config changed."""
         torch.manual_seed(self.seed)
         config, options = GEOMETRIES[self.geometry](self.layers), {"dtype": self.torch_dtype}
         for name, value in changes.items():

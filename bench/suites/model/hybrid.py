@@ -156,7 +156,7 @@ class Hybrid(Suite[HybridCase]):
         return map(_table, records_alike(records, ("variant",), of_one_run=True))
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        """Of packed rows and of padded batches, without what is compiled."""
+        """Tables of packed rows and of padded batches, without compiled variants."""
         eager = [r for r in records if r.case["kind"] in ("eager", "padded")]
         shown = ("variant", "ms (p20–p80)", "tokens per second", "peak GiB")
         return [table.only(*shown, notes=table.notes) for table in self.tables(eager)]

@@ -196,7 +196,7 @@ def _table(records: Sequence[Record], variants: Sequence[str]) -> Table:
 
 
 def _name(variant: str, records: Sequence[Record]) -> str:
-    """For "auto" with what it took in each mode."""
+    """The variant's name; for "auto" with the backend chosen in each mode."""
     names = tables.took(records)
     if len(names) > 1:
         found = [r for r in records if tables.took([r])]

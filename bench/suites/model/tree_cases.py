@@ -28,7 +28,7 @@ Form = Literal["equal", "ragged", "paths", "chain", "agents"]
 which each root but the first continues the one before it; `Tree.of_agents`."""
 
 Shape = tuple[tuple[int, int], ...]
-"""For each level of a tree, how many segments continue each one above, and their tokens."""
+"""For each level of a tree, the number of segments per parent, and their tokens."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class Tree:
         return cls(lengths, parents)
 
     def ragged(self, seed: int) -> Tree:
-        """The same trees, of about as many tokens, no more: segments of very different lengths."""
+        """The same trees with segments of very different lengths, of at most as many tokens."""
         draw = random.Random(seed).randint
         drawn = [draw(x - x // 2, x + x // 2) for x in self.lengths]
         share = sum(self.lengths) / sum(drawn)
         return Tree(tuple(int(x * share) for x in drawn), self.parents)
 
     def uneven(self, seed: int) -> Tree:
-        """The same, the tokens of each segment below a root between 0.6 and 1.4 times as many."""
+        """The same trees; each segment below a root has 0.6 to 1.4 times its tokens."""
         draw, segments = random.Random(seed).randint, zip(self.lengths, self.parents, strict=True)
         lengths = (x if parent < 0 else draw(x * 3 // 5, x * 7 // 5) for x, parent in segments)
         return Tree(tuple(lengths), self.parents)

@@ -108,7 +108,7 @@ class Trees(Suite[TreeCase]):
         return map(_table, records_alike(records, shapes, of_one_run=True))
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        """Of each machine and model."""
+        """A table for each machine and model."""
         models = [g for own in by_machine(records) for g in grouped(own, "geometry").values()]
         return [table for table in map(_page_table, models) if table.lines]
 
@@ -145,7 +145,7 @@ def _case(
 
 
 def _table(records: Sequence[Record]) -> Table:
-    """One kind: shapes and variants down. Columns that it does not measure are left out."""
+    """A table of one kind: shapes and variants down, without columns that were not measured."""
     notes = Notes()
 
     def ms(title: str, name: str, digits: int) -> Column:
@@ -247,7 +247,7 @@ def _rate(record: Record | None) -> float | None:
 
 
 def _repeated(record: Record, records: Sequence[Record]) -> Record | None:
-    """The same samples repeated."""
+    """The record of the same samples repeated."""
     wanted = (REPEATED + record.case["variant"], _shape(record))
     return next((r for r in records if (r.case["variant"], _shape(r)) == wanted), None)
 

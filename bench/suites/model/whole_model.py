@@ -73,7 +73,7 @@ class Model(Suite[ModelCase]):
 
 
 def _of_texts(records: Sequence[Record]) -> list[Record]:
-    """Those of eager steps of documents of texts that are right."""
+    """The records of eager steps on texts that are right."""
     case = {"mode": "eager", "documents": "text"}
     return [r for r in records if tables.is_ok(r) and case.items() <= r.case.items()]
 

@@ -105,7 +105,7 @@ class TrainerCase(GeometryCase):
         return f"{self.geometry}-{self.mode}"
 
     def documents(self) -> list[list[texts.Document]]:
-        """Of each step."""
+        """The documents of each step."""
         topics = texts.topic_ids(self.vocab_size, self.longest)
         return texts.full_rows(topics, self.tokens, self.warmup + self.steps, self.seed)
 

@@ -42,7 +42,7 @@ Group = dict[str, Record]
 
 
 def page_groups(records: Sequence[Record]) -> list[list[Group]]:
-    """Of each model the eager cases that say what packing or sharing gains, on one machine."""
+    """For each model, the eager cases that show the gain of packing or sharing, on one machine."""
     found: list[list[Group]] = []
     for own in grouped((r for r in records if r.case["mode"] == "eager"), "geometry").values():
         alike = records_alike(by_machine(own)[0], ("variant",))
@@ -52,12 +52,12 @@ def page_groups(records: Sequence[Record]) -> list[list[Group]]:
 
 
 def page_tables(records: Sequence[Record]) -> list[Table]:
-    """Of each model."""
+    """A table for each model."""
     return [_page_table(groups) for groups in page_groups(records)]
 
 
 def figures(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Of the model with the most cases."""
+    """Draw the model with the most cases."""
     every = page_groups(records)
     groups = [x for x in max(every, key=len, default=[]) if _gain(x, PACKED) is not None]
     return [_draw(groups, folder)] if groups else []

@@ -193,7 +193,7 @@ def _grpo(model: PreTrainedModel, _: PreTrainedModel | None, settings: Settings)
 
 
 def _grpo_batch(trainer: Any, draws: Draws) -> Batch:
-    """As `_generate_and_score_completions` returns it: the prompts' pads left, the others' right.
+    """A batch as `_generate_and_score_completions` returns it: prompts padded left, others right.
 
     The rewards are random, and compared within each group.
     """

@@ -73,7 +73,7 @@ def largest(values: Sequence[float], device: torch.device) -> list[float]:
 
 
 def first_reason(reason: str | None) -> str | None:
-    """That of the first rank that has one, on every rank, as none may return alone."""
+    """The reason of the first rank that has one, on every rank, as none may return alone."""
     reasons: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
     return next(filter(None, reasons), None)

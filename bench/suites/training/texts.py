@@ -76,7 +76,7 @@ def document_ids(
         texts: the documents, on which the BPE is trained too.
         vocabulary: tokens of the BPE.
         longest: a document of more tokens is cut into several.
-        fewest: documents of fewer tokens are left out.
+        fewest: documents of fewer tokens are dropped.
     """
     encodings = train_tokenizer(texts, vocabulary).encode_batch(list(texts))
     found = [encoding.ids for encoding in encodings if encoding.ids]
@@ -111,7 +111,7 @@ def full_rows(
 ) -> list[list[Document]]:
     """`count` rows of exactly `tokens`: documents in random order, repeated until they are full.
 
-    The last document of a row is cut to fit; what is cut off is left out.
+    The last document of a row is truncated to fit.
     """
     rng = random.Random(seed)
     rows: list[list[Document]] = [[]]

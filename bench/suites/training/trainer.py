@@ -40,7 +40,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]
     def steady(self) -> tuple[dict[int, float], int]:
         """Seconds of each timed step by its number, and how many compiled a graph.
 
-        Those that did are left out: lengths without a graph cost a minute once, which over a few
+        Steps that did are excluded: lengths without a graph cost a minute once, which over a few
         steps would be all that is seen. Where every step compiled, all of them count.
         """
         spans = enumerate(pairwise(self.ends[self.warmup - 1 :]), self.warmup)

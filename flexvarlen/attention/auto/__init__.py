@@ -1,4 +1,4 @@
-"""`backend="auto"`: the fastest kernel of the nearest shipped record, or of your own measurements.
+"""`backend="auto"`: the fastest kernel by the nearest shipped record or by your measurements.
 
 The chosen kernel is checked once against the reference.
 """

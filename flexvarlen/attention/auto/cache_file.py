@@ -1,7 +1,7 @@
 """The cache file of "auto": `auto.json` in the cache folder, shared between processes.
 
-It holds the user's own measurements, and which kernels were found to be right. If the file cannot
-be read or the folder cannot be written, "auto" warns and does without. Entries of several processes
+It holds the user's measurements, and which kernels passed the check. If the file cannot be read or
+the folder cannot be written, "auto" warns and continues without it. Entries of several processes
 are merged.
 """
 
@@ -88,7 +88,7 @@ def write_entries(path: Path, new: dict[str, Entry]) -> None:
     except OSError as error:
         _unwritable.add(path)
         _warn(
-            f"{path} cannot be written ({error}), so what was measured and checked is kept in this "
+            f"{path} cannot be written ({error}), so measurements and checks are kept in this "
             f"process only; set {CACHE} to a writable folder."
         )
 

@@ -1,6 +1,6 @@
 """Run a candidate backend forward and backward on random tensors, isolated from the user's call.
 
-Shape legend: T = tokens of the query row, Tk = of the key row, H = num_heads, Hkv = num_kv_heads,
+Shape legend: T, Tk = tokens of the query and the key row, H = num_heads, Hkv = num_kv_heads,
 D = head_dim.
 """
 
@@ -94,7 +94,7 @@ GRADIENTS = ("dq", "dk", "dv", "dsinks")
 def in_own_thread(
     device: torch.device, work: Callable[[], Result], *, needs_grad: bool = True
 ) -> Result:
-    """Run `work` in a new thread: `in_own_threads` of one."""
+    """Run `work` in a new thread; see `in_own_threads`."""
     return in_own_threads(device, [work], needs_grad=needs_grad)[0]
 
 
@@ -104,9 +104,9 @@ def in_own_threads(
     """Run each of `works` in a new thread, isolated from the state of the calling thread.
 
     The caller's grad mode, autocast, dispatch modes and saved-tensor hooks (as in gradient
-    checkpointing) do not apply. They run on the caller's stream. The cuBLAS workspaces of these and
-    the backward's threads stay allocated. RNG states are restored: `works` of several threads must
-    draw from generators of their own. Must not be called while a CUDA graph is captured, or inside
+    checkpointing) do not apply, but its stream does. The cuBLAS workspaces of these threads and of
+    the backward's stay allocated. RNG states are restored: `works` of several threads must draw
+    from separate generators. Must not be called while a CUDA graph is captured, or inside
     a backward, where it would deadlock.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -37,7 +37,7 @@ _MOST_QUERIES = 256
 TOLERANCE = dict.fromkeys((torch.float16, torch.float32, torch.float64), 2**-7)
 TOLERANCE[torch.bfloat16] = 2**-4
 """Maximum relative error, ‖result − reference‖ / ‖reference‖: eight times the machine epsilon of
-the inputs. For fp32, and fp64, that of TF32, which matrix products on GPUs may use."""
+the inputs; for fp32 and fp64 the epsilon of TF32, which matmuls on GPUs may use."""
 
 _LEAST = 2**-7
 """Lower limit for ‖reference‖, relative to the norm of grad_output: dq and dk of queries that
@@ -131,14 +131,14 @@ def compare_with_reference(
     """Compare a backend's results with the reference.
 
     Args:
-        name: of the backend.
+        name: name of the backend.
         call: the kind of call.
-        mask: the documents; None: a small row, which is cheap, but does not show what goes wrong in
-            long rows alone, and which a backend that Dynamo compiles would compile once more for.
+        mask: the documents; None: a small row, which is cheap, but does not show errors that only
+            long rows have, and for which a backend that uses Dynamo would compile once more.
 
     Raises:
-        WrongResultError: they differ; or their bits do, from run to run where the call is to be
-            deterministic, or from row to row where it is to be batch invariant.
+        WrongResultError: the results differ; or, for a deterministic call, their bits differ from
+            run to run; or, for a batch-invariant call, from row to row.
     """
 
     def work() -> None:
@@ -191,7 +191,7 @@ def _reversed(layout: PackedLayout) -> Tensor:
 
 
 class CannotCheckError(Exception):
-    """There is no memory to check a kernel with, which is no reason against it."""
+    """There is not enough memory to check a kernel, which is no reason to reject it."""
 
 
 def failure(check: Callable[[], None]) -> str | None:
@@ -206,7 +206,7 @@ def failure(check: Callable[[], None]) -> str | None:
         raise CannotCheckError from error
     except WrongResultError as error:
         return str(error)
-    # A third-party kernel may raise anything: report it, and take another.
+    # A third-party kernel may raise anything: report it, and choose another kernel.
     except Exception as error:
         line = str(error).strip().partition("\n")[0]  # compiler errors can be very long
         return f"{type(error).__name__}: {line[:300]}" if line else type(error).__name__
@@ -216,7 +216,7 @@ def failure(check: Callable[[], None]) -> str | None:
 def _small_mask(call: AttentionCall, *, reverse: bool = False) -> DocumentMask:
     """Build a mask of three documents of up to 300 tokens, one of them with a single token.
 
-    Of trees, the first document has two branches. `reverse`: the documents in reverse order.
+    For trees, the first document has two branches. `reverse`: the documents in reverse order.
     """
     if call.spec.tree:
         lengths, parents = [100, 20, 30, 1, 300], [-1, 0, 0, -1, -1]

@@ -1,19 +1,19 @@
-"""`backend="auto"`: take the kernel that was fastest for such calls, from a table.
+"""`backend="auto"`: choose the kernel that was fastest for such calls, from a table.
 
-The first of these that there is gives the order in which kernels are tried:
+The first available source of these gives the order in which kernels are tried:
 
-1. the user's own measurements, made by `flexvarlen.explain(..., measure=True)` or
+1. the user's measurements, made by `flexvarlen.explain(..., measure=True)` or
    `flexvarlen tune`, for calls of the same kind and about the same sizes;
 2. the nearest case of the table that ships with the package (`table.py`);
 3. a fixed order.
 
-The first kernel that can serve the call is taken; the packages of those behind it are not imported.
-Before it is taken, its results are compared with the reference, once for each kind of call and
-machine; one that is wrong is skipped with a warning. Not compared: `sdpa`; `flex` and `flex_fa4`
-inside a compiled graph, as they cannot be compiled while a graph is traced; and the kernels of
-first calls in a backward or a CUDA graph capture. A kernel of the Hub must have been compared, also
-where a user names its backend; and so must, where it can, a backend on a machine that nobody has
-tried it on (`must_be_checked`).
+The first kernel that can serve the call is chosen; packages of later kernels are not imported. Its
+results are first compared with the reference, once for each kind of call and machine; a wrong
+kernel is skipped with a warning. Not compared are `sdpa`; `flex` and `flex_fa4` inside a compiled
+graph, as they cannot be compiled while a graph is traced; and kernels first called in a backward or
+during CUDA graph capture. A kernel of the Hub must have been compared even if the user names its
+backend; so must, if possible, a backend on a kind of machine that it was never tried on
+(`must_be_checked`).
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Order:
     """The order in which backends are tried for a kind of call.
 
     Attributes:
-        names: of backends, the first one first; some may not be able to serve the call.
+        names: names of backends, in order; some may not be able to serve the call.
         why: where the order comes from.
-        times: of the kernels, as far as they are known.
-        timings: the same, if they were measured on this machine.
+        times: times of the kernels, as far as they are known.
+        timings: timings of the kernels, if they were measured on this machine.
     """
 
     names: tuple[str, ...]
@@ -73,11 +73,11 @@ class Order:
 
 @dataclass(frozen=True)
 class Decision:
-    """What "auto" takes for a kind of call.
+    """What "auto" chooses for a kind of call.
 
     Attributes:
-        backend: its name.
-        why: where the order comes from, and which backends before it failed.
+        backend: name of the backend.
+        why: where the order comes from, and which earlier backends failed.
         checked: whether its results are known to be right, or need no check.
     """
 
@@ -111,7 +111,7 @@ def order(call: AttentionCall, bucket: keys.Bucket | None, *, compiled: bool) ->
 
     Args:
         call: the kind of call.
-        bucket: of its sizes; None if they are not known.
+        bucket: bucket of its sizes; None if they are not known.
         compiled: whether it is inside a compiled graph, where host time does not count.
     """
     wasteful = call.needs_grad and bucket is not None and keys.is_wasteful(bucket)
@@ -126,7 +126,7 @@ def order(call: AttentionCall, bucket: keys.Bucket | None, *, compiled: bool) ->
     timings = _own_timings(call, bucket)
     if timings:
         why, times = f"measured on this machine ({cache_path()})", _times(timings)
-    elif wasteful:  # no case is like it: only FlashAttention's backward is slowed down
+    elif wasteful:  # no measured case is similar: only FlashAttention's backward is slowed down
         return Order(
             fixed, "by the built-in order, as kernels are launched for far longer documents"
         )
@@ -150,7 +150,7 @@ def decide(
 
     Args:
         call: the kind of call.
-        bucket: of its sizes; None if they are not known.
+        bucket: bucket of its sizes; None if they are not known.
         mask: the documents of the call; None inside a compiled graph.
         compiled: as in `order`.
         check: whether to compare results that have not been compared yet.
@@ -186,7 +186,7 @@ def decide(
 
 
 def measure_kernels(call: AttentionCall, bucket: keys.Bucket, mask: DocumentMask) -> None:
-    """Time all kernels that can serve the call, on these documents, and keep the times in the file.
+    """Time all kernels that can serve the call on these documents, and store the times in the file.
 
     Raises:
         RuntimeError: inside a backward or while a CUDA graph is captured.
@@ -252,10 +252,10 @@ def _times(timings: Mapping[str, HostAndDevice]) -> dict[str, Times]:
 # ---- checks ----
 
 _UNCHECKED = ("sdpa", "reference")
-"""Torch's own attention, called once per document, and what kernels are compared with."""
+"""torch's attention, called once per document, and the reference that kernels are compared with."""
 
 _COMPILED = ("flex", "flex_fa4")
-"""Compiled by Dynamo for each size, so they are checked on the documents of the call itself."""
+"""Backends that Dynamo compiles for each size; they are checked on the call's documents."""
 
 
 def known_failure(name: str, call: AttentionCall) -> str | None:
@@ -264,10 +264,10 @@ def known_failure(name: str, call: AttentionCall) -> str | None:
 
 
 def check_named(name: str, call: AttentionCall, mask: DocumentMask | None) -> bool:
-    """Check a backend that the user named, where it must be; whether that needs no repetition.
+    """Check a backend that the user named, if it must be; return whether the answer is final.
 
     Raises:
-        NotImplementedError: its results are wrong, or unchecked ones of a kernel of the Hub.
+        NotImplementedError: its results are wrong, or a kernel of the Hub cannot be checked now.
     """
     if not must_be_checked(name, call.device):
         return True
@@ -280,9 +280,9 @@ def check_named(name: str, call: AttentionCall, mask: DocumentMask | None) -> bo
         )
     if checked or origin is None:
         return checked
-    now = why_nothing_runs(call.device) or "there is no memory for that"
+    now = why_nothing_runs(call.device) or "there is not enough memory"
     raise NotImplementedError(
-        f"{what} must be checked against the reference before its first use, and {now}; run one "
+        f"{what} must be checked against the reference before its first use, but {now}; run one "
         "forward with gradients first, outside of backwards and CUDA graphs."
     )
 

@@ -76,7 +76,7 @@ def sizes_in_graph(mask: DocumentMask) -> Sizes:
 
 
 def bucket(sizes: Sizes) -> Bucket:
-    """Round each size up to a power of two, T / capacity too; return exponents and the launch.
+    """Round each size, and T / capacity, up to a power of two; return exponents and the launch.
 
     >>> bucket((4096, 8, 1000, 3, 1))
     (12, 9, 10, 2, 1)
@@ -131,7 +131,7 @@ def _machine_and_kind(call: AttentionCall) -> str:
 
 
 def machine(device: torch.device) -> str:
-    """Return all that results may depend on, besides the call: hardware, versions, settings."""
+    """Return what results may depend on besides the call: hardware, versions, settings."""
     packages = ", ".join(f"{name} {version}" for name, version in versions())
     state = "torch state " + ", ".join(map(str, torch_state()))
     return "; ".join([_hardware(device), packages, state])

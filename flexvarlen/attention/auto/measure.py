@@ -26,10 +26,10 @@ def time_kernels(
     Args:
         call: the kind of call.
         mask: the documents; q, k and v are random.
-        names: of kernels that can serve the call.
+        names: names of kernels that can serve the call.
 
     Returns:
-        The times of the kernels that ran and are right, and why each of the others failed.
+        The times of the kernels that ran correctly, and why each other kernel failed.
 
     Raises:
         torch.OutOfMemoryError: there is no memory for the tensors.
@@ -51,7 +51,7 @@ def _time(
         candidate = CandidateCall(name, call, mask, tensors)
         try:
             reason = failure(partial(expected.check, candidate))  # loads, compiles, tunes
-        except CannotCheckError:  # no memory: not timed, but no reason against it
+        except CannotCheckError:  # not enough memory: not timed, but not rejected either
             continue
         if reason is not None:
             failed[name] = reason

@@ -1,4 +1,4 @@
-"""The times of kernels that ship with the package, and which of them is nearest to a call.
+"""The kernel times that ship with the package, and the case nearest to a call.
 
 `kernel_times.json` holds the cases of the benchmark suites "kernels" and "trees", with the times of
 every kernel that ran. `python -m flexvarlen.bench.kernel_table` writes it from the records.
@@ -34,10 +34,10 @@ class Case(NamedTuple):
 
     Attributes:
         source: the GPU, its compute capability, the versions of the kernels and the commit.
-        depth: max_depth of the trees; 1 of documents.
-        causal: of the mask.
-        num_heads, num_kv_heads, head_dim: of the tensors.
-        tokens, capacity, longest: of the row: total_tokens, capacity and max_seqlen_bound.
+        depth: max_depth of the trees; 1 for documents.
+        causal: whether the mask is causal.
+        num_heads, num_kv_heads, head_dim: heads of the tensors.
+        tokens, capacity, longest: total_tokens, capacity and max_seqlen_bound of the row.
         ms: by kernel, forward and backward on the device, forward and backward on the host. A
             kernel without a backward has None there.
     """
@@ -55,11 +55,11 @@ class Case(NamedTuple):
 
     @property
     def bucket(self) -> Bucket:
-        """Of the row's sizes."""
+        """The bucket of the row's sizes."""
         return bucket((self.tokens, self.capacity, self.longest, self.depth, 1))
 
     def times(self, needs_grad: bool) -> dict[str, Times]:
-        """Of each kernel that can do it, forward or forward and backward."""
+        """Times of each kernel that ran: the forward, with `needs_grad` also the backward."""
         found = {}
         for name, (forward, backward, host_forward, host_backward) in self.ms.items():
             if forward is None or (needs_grad and backward is None):
@@ -101,7 +101,7 @@ def read_cases(found: Mapping[str, Any]) -> tuple[Case, ...]:
 def nearest(
     call: AttentionCall, sizes: Bucket, capability: tuple[int, int], cases: Sequence[Case]
 ) -> Case:
-    """The case that is nearest to a call, by `distance`; of equals the first."""
+    """The case that is nearest to a call, by `distance`; the first one in a tie."""
     return min(cases, key=lambda case: distance(call, sizes, capability, case))
 
 
@@ -110,14 +110,13 @@ def distance(
 ) -> tuple[int, float, float]:
     """How far a case is from a call: first by depth, then by architecture, then by shape.
 
-    Some kernels attend to trees level by level, so that their time grows with the depth, and
-    another architecture is another kernel. By shape, each factor of 2 counts 1 in head_dim, in
-    queries per key, in the mean and in the longest document, and 1/2 in tokens, as a GPU that is
-    busy takes a time proportional to them on every kernel. A mask that is not causal instead of a
-    causal one counts 2. Kernels differ most by how long documents are, and how equally long: the
-    mean and the longest.
+    Some kernels attend to trees level by level, so their time grows with the depth, and
+    architectures differ in kernels. By shape, each factor of 2 counts 1 in head_dim, in queries per
+    key, and in the length of the mean and the longest document, and 1/2 in tokens, as the time of
+    every kernel is proportional to them on a busy GPU. A difference in causality counts 2. Kernels
+    differ most by document lengths and their spread: the mean and the longest.
 
-    `python -m flexvarlen.bench.kernel_table` says what is lost by it where a case is left out.
+    `python -m flexvarlen.bench.kernel_table` reports the loss if a case is missing from the table.
     """
     spec = call.spec
     architecture = abs(_number(capability) - _number(case.source["capability"]))
@@ -144,7 +143,7 @@ def _number(capability: Sequence[int]) -> float:
 
 
 def _reach(sizes: Bucket, spec: MaskSpec) -> tuple[int, int, int]:
-    """log2 of the query row's tokens, of its documents' mean and of the longest.
+    """log2 of the query row's tokens and of the mean and longest length of its documents.
 
     A window or chunk hides keys as short documents do.
     """
@@ -173,5 +172,5 @@ def fastest_first(times: Mapping[str, Times], *, by_host: bool) -> list[str]:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability of a GPU; (0, 0) of another device."""
+    """The compute capability of a GPU; (0, 0) for other devices."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -58,7 +58,7 @@ def _import_problem(device: torch.device) -> str | None:
         with importing(device):
             from flash_attn.cute.interface import _flash_attn_bwd
     except Exception as error:  # incompatible versions of the two packages may raise anything
-        return f"it does not import here ({type(error).__name__}: {error})"
+        return f"it cannot be imported here ({type(error).__name__}: {error})"
     missing = [
         name for name in _NEEDED if name not in inspect.signature(_flash_attn_bwd).parameters
     ]
@@ -67,7 +67,7 @@ def _import_problem(device: torch.device) -> str | None:
 
 @contextmanager
 def importing(device: torch.device) -> Iterator[None]:
-    """While FlashAttention-4 is imported, of the package or of the Hub."""
+    """Context for importing FlashAttention-4, from the package or the Hub."""
     with _IMPORTING, _keeping_kernels(device):
         yield
 

@@ -23,7 +23,7 @@ class FlexBackend:
     name = "flex"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Refuse an LSE on the CPU, and what is not batch invariant."""
+        """Refuse an LSE on the CPU, and batch invariance where it does not hold."""
         if call.device.type == "cpu" and (call.sinks or call.return_lse):
             return "flex returns no LSE on the CPU; use backend='reference' there."
         if call.batch_invariant and (call.spec.prefix or call.spec.cross):
@@ -59,7 +59,7 @@ class FlexBackend:
         if call.batch_invariant is isinstance(plan, BlockMask):
             raise ValueError(
                 "plan must be made with the same batch_invariant as the call, got a plan with "
-                f"batch_invariant={not call.batch_invariant}; leave plan= out."
+                f"batch_invariant={not call.batch_invariant}; remove plan=."
             )
         if isinstance(plan, BlockMask):
             return self._attend(q_THD, k_THD, v_THD, sinks_H, call, mask, plan)

@@ -1,7 +1,7 @@
 """Which backend serves which machine: a table by backend, vendor, capability, dtype and head_dim.
 
-It is asked before a backend, which answers what depends on the rest of a call. `flexvarlen doctor`
-and docs/backends.md show the table.
+The table is consulted first; the backend then checks the rest of a call. `flexvarlen doctor` and
+docs/backends.md show the table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flexvarlen.attention.backends.limits import FA4_GRADIENTS, fa4_gradient_ref
 from flexvarlen.attention.call import AttentionCall
 
 VENDORS = {"nvidia": "NVIDIA", "rocm": "ROCm", "xpu": "XPU", "mps": "MPS", "cpu": "CPU"}
-"""What devices are, by the names of the table: `torch.version.hip` tells the first two apart."""
+"""Vendors of devices, as the table names them; `torch.version.hip` tells the first two apart."""
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALF)
@@ -28,19 +28,19 @@ _OTHER_DTYPE = {
 
 
 class Machine(NamedTuple):
-    """What of a device decides: its vendor and its major compute capability, 0 if it has none."""
+    """A device's vendor and major compute capability (0 if it has none)."""
 
     vendor: str
     major: int = 0
 
     @property
     def is_tried(self) -> bool:
-        """Whether such a machine runs what this project has tried: NVIDIA GPUs and CPUs."""
+        """Whether this project has been tried on such a machine: NVIDIA GPUs and CPUs."""
         return self.vendor in ("cpu", "nvidia")
 
 
 class HeadDims(NamedTuple):
-    """Multiples of `multiple` from `least` to `most`, and the dims in `also`."""
+    """Head dims: multiples of `multiple` from `least` to `most`, and the dims in `also`."""
 
     multiple: int = 1
     most: int | None = None
@@ -48,7 +48,7 @@ class HeadDims(NamedTuple):
     also: tuple[int, ...] = ()
 
     def has(self, head_dim: int) -> bool:
-        """Whether the head_dim is one of these."""
+        """Whether the head_dim is among these."""
         if head_dim in self.also:
             return True
         within = self.least <= head_dim and (self.most is None or head_dim <= self.most)
@@ -56,7 +56,7 @@ class HeadDims(NamedTuple):
 
     @property
     def span(self) -> str:
-        """These in a cell of a table, as "8–256 by 8"."""
+        """The head dims for a table cell, as "8–256 by 8"."""
         if self.most is None:
             return "any" if self.least == 1 else f"from {self.least}"
         step = f"{max(self.multiple, self.least)}–{self.most} by {self.multiple}"
@@ -73,13 +73,13 @@ class Row(NamedTuple):
     """What some backends can do on some machines.
 
     Attributes:
-        backends, vendor: by name; vendor "": all.
+        backends, vendor: names; vendor "": all vendors.
         majors: major compute capabilities; empty: all that no earlier row has.
         refusal: why they cannot run there at all, as a sentence without the backend's name.
-        dtypes, head_dims: of the tensors.
-        gradients: the number that head_dim must be a multiple of for gradients; None: they need no
-            more than `head_dims`; or the sentence why there is no backward.
-        tried: whether somebody of this project ran them on such a machine, or on one like it.
+        dtypes, head_dims: supported dtypes and head dims.
+        gradients: the number that head_dim must be a multiple of for gradients; None: gradients
+            only need `head_dims`; or a sentence why there is no backward.
+        tried: whether this project has run them on such a machine, or on a similar one.
     """
 
     backends: tuple[str, ...]
@@ -126,8 +126,8 @@ TABLE: tuple[Row, ...] = (
     Row(("cudnn",), "nvidia", head_dims=HeadDims(8, 128), gradients=_CUDNN),
     Row(("fa2", "varlen", "nested"), "nvidia"),
     Row(("flex",), "nvidia", **_FLEX),
-    # ROCm: torch's FlexAttention and flash kernel, and flash-attn, run there. What transformers
-    # loads from the Hub, aiter-flash-attn, has no functions that give the LSE.
+    # ROCm: torch's FlexAttention and flash kernel, and flash-attn, run there. The kernel that
+    # transformers loads from the Hub, aiter-flash-attn, returns no LSE.
     Row(("fa2", "varlen", "nested"), "rocm"),
     Row(("flex",), "rocm", **_FLEX),
     Row(_CUDA_ONLY, "rocm", refusal=_NVIDIA),
@@ -145,7 +145,7 @@ _NAMES = {name for row in TABLE for name in row.backends}
 
 
 def machine_of(device: torch.device) -> Machine:
-    """The machine of a device; of a CUDA device, its vendor is "none" where torch finds no GPU."""
+    """The machine of a device; the vendor of a CUDA device is "none" if torch finds no GPU."""
     if device.type != "cuda":
         return Machine(device.type)
     try:

@@ -18,13 +18,13 @@ _MODULES = (reference, sdpa, flex, flex_fa4, varlen, cudnn, nested, fa2, fa3, fa
 _REGISTRY: dict[str, Backend] = {module.BACKEND.name: module.BACKEND for module in _MODULES}
 
 _PACKAGED = {backend.name: backend for backend in (fa2.BACKEND, fa3.BACKEND, fa4.BACKEND)}
-"""Those of an installed package, else of the Hub."""
+"""Backends whose kernel comes from an installed package, else from the Hub."""
 
 BACKENDS: tuple[str, ...] = tuple(_REGISTRY)
 """The names of all backends."""
 
 AUTO_ORDER = {"cuda": ("fa3", "fa2", "flex", "varlen", "sdpa"), "cpu": ("sdpa", "reference")}
-"""Order in which `backend="auto"` tries backends of which it knows no time, by device type.
+"""Order in which `backend="auto"` tries backends without known times, by device type.
 
 On the CPU, `reference` supports softcap and sinks, which `sdpa` does not, but needs O(T²) memory.
 """
@@ -39,8 +39,8 @@ IMPLEMENTATIONS = {
     "flexvarlen_doc" if backend == "sdpa" else f"flexvarlen_{backend}": backend
     for backend in (*BACKENDS, "auto")
 } | {"flexvarlen_sdpa": "sdpa"}
-"""The backend of each of our `attn_implementation` names in transformers; the first of a backend is
-the one that is set."""
+"""The backend of each of our `attn_implementation` names in transformers; `patch_model` sets the
+first name of a backend."""
 
 _TRANSFORMERS_NAMES = {
     "flash_attention_2": "fa2",
@@ -50,13 +50,13 @@ _TRANSFORMERS_NAMES = {
     **hub.BACKEND_OF,
 }
 _HUB_NAME = re.compile(r"(?P<repository>[^/:@]+/[^/:@]+)(@[^/:]+)?(:[^/:]+)?")
-"""As transformers spells a kernel of the Hub: with a revision, and with a function."""
+"""A kernel of the Hub as transformers spells it, with a revision and a function."""
 
 
 def our_name(name: str) -> str:
-    """The backend that runs the kernel of this name in transformers; other names as they are.
+    """The backend that runs the kernel of this name in transformers; other names are unchanged.
 
-    Of a kernel of the Hub, the revision and the function are the backend's own.
+    The revision and the function of a kernel of the Hub are chosen by the backend.
 
     >>> our_name("flash_attention_2"), our_name("sdpa"), our_name("auto")
     ('fa2', 'sdpa', 'auto')
@@ -65,8 +65,8 @@ def our_name(name: str) -> str:
     """
     if not isinstance(name, str):
         raise ValueError(
-            f"backend must be the name of one, got {name!r:.80}; choose one of "
-            f"{', '.join(BACKENDS)} or auto."
+            f"backend must be a name, got {name!r:.80}; choose one of {', '.join(BACKENDS)} "
+            "or auto."
         )
     of_hub = _HUB_NAME.fullmatch(name.strip())
     return _TRANSFORMERS_NAMES.get(of_hub["repository"].strip() if of_hub else name, name)
@@ -80,19 +80,18 @@ def get_backend(name: str) -> Backend:
     """
     if name not in _REGISTRY:
         raise ValueError(
-            f"backend must be one of {', '.join(BACKENDS)} or auto, got {name!r}; choose one of "
-            "these."
+            f"backend must be one of {', '.join(BACKENDS)} or auto, got {name!r}; choose one."
         )
     return _REGISTRY[name]
 
 
 def refusal(name: str, call: AttentionCall) -> str | None:
-    """Return why the backend cannot serve the call, or None if it can; asks no network."""
+    """Return why the backend cannot serve the call, or None; does not access the network."""
     return machines.refusal(name, call) or get_backend(name).why_not(call)
 
 
 def named_refusal(name: str, call: AttentionCall) -> str | None:
-    """As `refusal`, of a backend that the user named: its kernel may be loaded from the Hub."""
+    """As `refusal`, for a backend that the user named: its kernel may be loaded from the Hub."""
     reason = machines.refusal(name, call)
     if reason is not None:
         return reason
@@ -102,9 +101,9 @@ def named_refusal(name: str, call: AttentionCall) -> str | None:
 
 
 def must_be_checked(name: str, device: torch.device) -> bool:
-    """Whether a backend serves nothing, even if named, before its results passed the check.
+    """Whether a backend, even if named, serves no call before its results passed the check.
 
-    So it is with a kernel of the Hub, and on machines that nobody has tried it on.
+    This holds for kernels of the Hub, and on machines where the backend was never tried.
     """
     return hub.origin(name) is not None or not machines.is_tried(name, device)
 
@@ -141,8 +140,8 @@ def why_not(
     """Return why a backend cannot serve calls of this kind on this machine, or None if it can.
 
     `packed_attention` raises an error with the same message; if it is None, the call runs. A kernel
-    of the Hub that is not on disk is a reason, although a call that names its backend loads it; one
-    that is there is compared with the reference at its first call, which may refuse it.
+    of the Hub that is not on disk is a reason, although a call that names its backend loads it; a
+    kernel on disk is compared with the reference at its first call, which may refuse it.
 
     Args:
         name: one of `BACKENDS`, or transformers' name for the same kernel.
@@ -158,11 +157,12 @@ def why_not(
             under `torch.no_grad()`, where a kernel without such a backward runs.
 
     Returns:
-        A sentence that says why not and what to do instead, or None if the backend can.
+        A sentence that says why not and what to do instead, or None if the backend can serve them.
 
     Raises:
-        ValueError: no backend has that name, or a bad window, chunk, softcap or number of heads.
-        NotImplementedError: trees with a mask that no backend has.
+        ValueError: no backend has that name, or a window, chunk, softcap or number of heads is
+            invalid.
+        NotImplementedError: no backend supports this mask for trees.
 
     >>> why_not("sdpa") is None
     True

@@ -47,7 +47,7 @@ class SdpaBackend:
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
         """Return the loop's input, int32 `[4, capacity + 1]`: cu_seqlens of q and k, dead, prefix.
 
-        Of trees the table of their `Segments`. Syncs if the boundaries are not known on the host,
+        For trees, the table of their `Segments`. Syncs if the boundaries are not known on the host,
         except inside a compiled graph.
         """
         q, k = mask.layout, mask.layout_k
@@ -78,9 +78,9 @@ class SdpaBackend:
     ) -> tuple[Tensor, Tensor | None]:
         """Run a differentiable loop over the documents in eager mode.
 
-        In a compiled graph, under a dispatch mode (selective activation checkpointing), of trees
-        and where results must be batch invariant, call a custom operator that has a backward. It
-        copies each document, as kernels sum in another order where a document's address is not a
+        In a compiled graph, under a dispatch mode (selective activation checkpointing), for trees
+        and if results must be batch invariant, call a custom operator that has a backward. It
+        copies each document, as kernels sum in another order if a document's address is not a
         multiple of their vectors, and sums the gradients of shared keys in fp32.
         """
         spec = mask.spec.as_ints()
@@ -90,11 +90,11 @@ class SdpaBackend:
 
 
 class _Document(NamedTuple):
-    """A document's queries and keys; of a tree a segment, and its path.
+    """A document's queries and keys; in a tree, a segment and its path.
 
     Attributes:
-        rows, keys: tokens of q and of k; keys as indices where they are no run.
-        prefix: tokens of its prefix.
+        rows, keys: tokens of q and of k; keys as indices if they are not contiguous.
+        prefix: number of tokens of its prefix.
         spec: the mask of these keys.
     """
 
@@ -105,7 +105,7 @@ class _Document(NamedTuple):
 
 
 def _documents(plan: Tensor, spec: list[int], device: torch.device) -> Iterator[_Document]:
-    """Each document with queries that is not padding."""
+    """Yield each document that has queries and is not padding."""
     mask = MaskSpec.from_ints(spec)
     if mask.tree:
         yield from _segments(plan, mask, device)
@@ -118,7 +118,7 @@ def _documents(plan: Tensor, spec: list[int], device: torch.device) -> Iterator[
 
 
 def _segments(table: Tensor, mask: MaskSpec, device: torch.device) -> Iterator[_Document]:
-    """Each segment with tokens: its last query is aligned with its path's last key."""
+    """Yield each non-empty segment; its last query is aligned with its path's last key."""
     starts, ends, above, _ = table.tolist()
     of_path = replace(mask, tree=False, cross=True)
     path: list[tuple[int, int, int]] = []  # a segment's first token, its end, and its subtree's
@@ -226,7 +226,7 @@ def sdpa_forward(
 
 
 def _copied(x: Tensor, tokens: slice | Tensor) -> Tensor:
-    """The tokens in memory of their own, which torch aligns."""
+    """A copy of the tokens, which torch aligns in memory."""
     return x[tokens].clone(memory_format=torch.contiguous_format)
 
 

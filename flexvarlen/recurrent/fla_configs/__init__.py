@@ -1,6 +1,6 @@
 """One configuration for each of fla's kernels, found on an H200.
 
-Without them fla times dozens of each, for minutes at the first steps of a machine.
+Without them, fla times dozens of configurations per kernel, for minutes at a machine's first steps.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ FLA_VARIABLES = ("FLA_CACHE_MODE", "FLA_CONFIG_DIR")
 
 
 def fla_configs_are_wanted() -> bool:
-    """Whether fla is to take the configurations of this folder: on Hopper GPUs by default.
+    """Whether fla should use the configurations of this folder: on Hopper GPUs by default.
 
-    With FLEXVARLEN_FLA_CONFIGS=1 on other GPUs too; not with 0, nor where fla's own variables say
-    what it takes.
+    With FLEXVARLEN_FLA_CONFIGS=1 on other GPUs too; not with 0, nor if fla's own variables choose
+    its configurations.
 
     Raises:
         ValueError: the option is neither 0 nor 1.
     """
-    asked = flag_of(FLA_CONFIGS)
-    if asked == "0" or fla_variables_are_set():
+    setting = flag_of(FLA_CONFIGS)
+    if setting == "0" or fla_variables_are_set():
         return False
-    return asked == "1" or _on_hopper()
+    return setting == "1" or _on_hopper()
 
 
 def use_fla_configs_once_imported() -> None:
@@ -44,7 +44,7 @@ def _use(_: ModuleType) -> None:
 
 
 def use_fla_configs() -> None:
-    """Let fla take the configurations of this folder from now on, if they are wanted. Imports it.
+    """Make fla use the configurations of this folder from now on, if wanted. Imports fla.
 
     Raises:
         ValueError: the option is neither 0 nor 1.
@@ -56,7 +56,7 @@ def use_fla_configs() -> None:
     if cache.get_fla_config_dir is not _folder:
         cache.get_fla_config_dir = _folder
         cache.FLA_CACHE_MODE = cache.FlaCacheMode.DEFAULT
-        _forget_choices(cache)  # of kernels that ran before
+        _forget_choices(cache)  # choices for kernels that ran before
 
 
 def fla_configs_are_used() -> bool:
@@ -68,7 +68,7 @@ def fla_configs_are_used() -> bool:
 
 
 def let_fla_time_its_own() -> bool:
-    """Undo `use_fla_configs`, where a kernel fails with them; whether there was anything to do."""
+    """Undo `use_fla_configs` if a kernel fails with it; return whether it was in effect."""
     if not fla_configs_are_used():
         return False
     from fla.ops.utils import cache
@@ -87,7 +87,7 @@ def _forget_choices(cache: Any) -> None:
 
 
 def fla_variables_are_set() -> bool:
-    """Whether fla's own variables say which configurations it takes."""
+    """Whether fla's own variables choose its configurations."""
     return any(name in os.environ for name in FLA_VARIABLES)
 
 
@@ -95,8 +95,8 @@ def whose_configs() -> str:
     """Whose configurations fla's kernels run in, as part of a sentence; "" if it times its own."""
     if fla_configs_are_used():
         return ", in the configurations of flexvarlen"
-    asked = [f"{name}={os.environ[name]}" for name in FLA_VARIABLES if name in os.environ]
-    return f", with {' and '.join(asked)}" if asked else ""
+    variables = [f"{name}={os.environ[name]}" for name in FLA_VARIABLES if name in os.environ]
+    return f", with {' and '.join(variables)}" if variables else ""
 
 
 def _folder() -> Path:

@@ -1,9 +1,8 @@
 """fla's kernels as custom operators, which torch.compile does not break at.
 
 fla (the packages fla-core and flash-linear-attention) disables torch.compile in its entry points.
-What is called here are the forwards and backwards below them, of fla-core 0.6. They get the
-boundaries and the chunks of `RecurrentDocuments`, so they need no
-host sync.
+This package calls the forwards and backwards below them, of fla-core 0.6, with the boundaries and
+chunks of `RecurrentDocuments`, so no host sync is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def why_not(x: Tensor) -> str | None:
 
 
 def let_fla_run() -> None:
-    """Give fla configurations and the step that it refuses on this machine, if it is installed."""
+    """If fla is installed, give it configurations and the step that it refuses on this machine."""
     if torch.cuda.is_available() and _WHY_NOT_INSTALLED is None:
         from flexvarlen.recurrent.fla_configs import use_fla_configs
         from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel

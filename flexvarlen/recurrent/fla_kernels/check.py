@@ -57,9 +57,9 @@ GRADIENTS: dict[str, Callable[..., list[Tensor]]] = {
     "Kimi's delta rule": kimi_delta_rule_gradients,
     "Mamba-2's scan": decayed_scan_gradients,
 }
-"""What the backwards of `OPERATORS` call."""
+"""The functions that the backwards of `OPERATORS` call."""
 NOTED = "fla's kernels, launch 2, are right: "
-"""How the cache file notes a scan, behind the machine; the number goes up if we launch others."""
+"""How the cache file records a scan, after the machine; the number changes with the kernels."""
 
 LENGTHS, PARENTS = (66, 3, 1, 35), (-1, 0, 0, 2)
 """More than a chunk, less than a convolution, a single token; as documents, or as a tree."""
@@ -71,12 +71,11 @@ class Scan(NamedTuple):
     """A kind of scan.
 
     Attributes:
-        kind: of `OPERATORS`.
-        heads: of queries and keys, and of values.
-        head_dims: of queries and keys, and of values.
-        dtype: of all but the decay.
-        trees: whether segments start from the states of others, as documents do from those of
-            other ranks.
+        kind: a key of `OPERATORS`.
+        heads: numbers of heads of queries and keys, and of values.
+        head_dims: head_dim of queries and keys, and of values.
+        dtype: dtype of all tensors except the decay.
+        trees: whether slots start from states of other slots (segments of trees) or of other ranks.
     """
 
     kind: str
@@ -87,13 +86,13 @@ class Scan(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, q: Tensor, v: Tensor, boundaries: Boundaries) -> Scan:
-        """That of a call."""
+        """The kind of scan of a call."""
         # index() specializes sizes that are dynamic to Dynamo, and adds a guard.
         heads, dims = ((index(q.shape[i]), index(v.shape[i])) for i in (2, 3))
         return cls(kind, heads, dims, v.dtype, boundaries.pass_states)
 
     def __str__(self) -> str:
-        """As `doctor` shows it."""
+        """The description that `doctor` shows."""
         dtype = str(self.dtype).removeprefix("torch.")
         heads, dims = ("/".join(map(str, x)) for x in (self.heads, self.head_dims))
         return f"{self.kind}{' of trees' * self.trees}, {heads} heads of {dims}, {dtype}"
@@ -109,10 +108,10 @@ def why_wrong(
     """Why fla's kernels must not run this scan, or None.
 
     Checks them at the first call on this machine. They run unchecked while a CUDA graph is
-    captured, inside a backward, and where memory is short. Traces to a constant.
+    captured, inside a backward, and if memory is short. Traces to a constant.
 
     Args:
-        meanwhile: what else has to be compiled; if the scan is checked, both are at once.
+        meanwhile: other work to compile; if the scan is checked, both compile at the same time.
     """
     scan = Scan.of(kind, q, v, boundaries)
     if meanwhile is not None and not torch.compiler.is_compiling():
@@ -190,7 +189,7 @@ _asked: list[torch.device] = []
 
 
 def noted(device: torch.device) -> list[str]:
-    """The scans that the cache file notes as right on this machine."""
+    """The scans that the cache file records as right on this machine."""
     start = f"{keys.machine(device)}; {NOTED}"
     return sorted(key[len(start) :] for key in read_entries(cache_path()) if key.startswith(start))
 
@@ -201,10 +200,11 @@ def noted(device: torch.device) -> list[str]:
 def _tune_and_compare(scan: Scan, tuned: RecurrentDocuments, small: RecurrentDocuments) -> None:
     """Run the kernels on a row as in training, then compare them on the small row.
 
-    Triton tunes a kernel at its first launch, for rows of all lengths, and fla keeps that on disk.
+    Triton tunes a kernel at its first launch, for rows of all lengths, and fla stores the result on
+    disk.
     """
     steps = [partial(_run_forward, scan, tuned), partial(_run_backward, scan, tuned)]
-    if fla_configs_are_used():  # nothing is timed, so kernels can be compiled at once
+    if fla_configs_are_used():  # nothing is timed, so kernels can be compiled in parallel
         in_own_threads(tuned.layout.device, steps)
     else:
         for step in steps:
@@ -217,7 +217,7 @@ def _run_forward(scan: Scan, documents: RecurrentDocuments) -> None:
 
 
 def _run_backward(scan: Scan, documents: RecurrentDocuments) -> None:
-    """Run the backward alone, of a forward that returned zeros."""
+    """Run the backward alone, as if the forward had returned zeros."""
     inputs = [x.detach() for x in _inputs(scan, documents.layout)]
     boundaries = Boundaries.of(documents)
     on_meta = (x.to("meta") if isinstance(x, Tensor) else x for x in (*inputs, *boundaries))
@@ -254,7 +254,7 @@ def _documents(scan: Scan, lengths: tuple[int, ...], device: torch.device) -> Re
 
 
 def _run(scan: Scan, documents: RecurrentDocuments) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """Inputs, a gradient of the output for the last heads, and what the kernels make of them."""
+    """Inputs, a gradient of the output for the last heads, and the kernels' results."""
     inputs = _inputs(scan, documents.layout)
     out = OPERATORS[scan.kind](*inputs, *Boundaries.of(documents))[0]
     group = scan.heads[1] // scan.heads[0]

@@ -121,6 +121,6 @@ decayed_scan.register_autograd(_scan_gradients, setup_context=_keep_scan)
 def decayed_scan_gradients(
     grad: Tensor, inputs: list[Tensor], outputs: list[Tensor], *boundaries: Any
 ) -> list[Tensor]:
-    """Gradients of the operator's inputs, from what it returned, without autograd."""
+    """Gradients of the operator's inputs, computed from its outputs, without autograd."""
     found: list[Tensor] = _decayed_scan_backward(grad, *inputs[:3], *outputs[1:], *boundaries)
     return found

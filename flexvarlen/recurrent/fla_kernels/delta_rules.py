@@ -169,7 +169,7 @@ def _kimi_delta_rule_backward(
 
 
 def _sums_of_chunks(g: Tensor, boundaries: Boundaries, *, reverse: bool = False) -> Tensor:
-    """Sums in each chunk up to each token, of log2 of the decay; or from it on, of gradients."""
+    """Sum log2 of the decay in each chunk up to each token; or, in reverse, sum gradients."""
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
@@ -181,7 +181,7 @@ def _sums_of_chunks(g: Tensor, boundaries: Boundaries, *, reverse: bool = False)
 
 
 def _normalized(q: Tensor, k: Tensor) -> list[Tensor]:
-    """q of length one and the inverse of its length, and those of k."""
+    """q and k, each normalized to length one and followed by its inverse length."""
     from fla.modules.norm.l2norm import l2norm_fwd
 
     return [*l2norm_fwd(q), *l2norm_fwd(k)]
@@ -190,7 +190,7 @@ def _normalized(q: Tensor, k: Tensor) -> list[Tensor]:
 def _gradients(
     grads: list[Tensor], units: list[Tensor], *, like_v: Tensor, like_beta: Tensor
 ) -> list[Tensor]:
-    """dq, dk, dv, dg, dbeta of the inputs, from those by the normalized q and k."""
+    """dq, dk, dv, dg, dbeta of the inputs, from the gradients of the normalized q and k."""
     from fla.modules.norm.l2norm import l2norm_bwd
 
     dq, dk, dv, dg, dbeta = grads
@@ -200,7 +200,7 @@ def _gradients(
 
 
 def _fake_forward(squares: int, *inputs: Any) -> list[Tensor]:
-    """Outputs of a forward that keeps this many matrices of 64 x 64 for each chunk."""
+    """Fake outputs of a forward that keeps this many matrices of 64 x 64 for each chunk."""
     q, k, v, g, _, *boundaries = inputs
     kept = [k.new_empty(*v.shape[:3], CHUNK) for _ in range(squares)]
     units = [x for unit in (q, k) for x in (like(unit), like(unit[..., 0], torch.float32))]
@@ -236,7 +236,7 @@ def _complete(operator: Any, backward: Any, squares: int) -> None:
 def delta_rule_gradients(
     backward: Any, grad: Tensor, inputs: list[Tensor], outputs: list[Tensor], *boundaries: Any
 ) -> list[Tensor]:
-    """Gradients of an operator's inputs, from what it returned, without autograd."""
+    """Gradients of an operator's inputs, computed from its outputs, without autograd."""
     _, _, v, _, beta = inputs
     found: list[Tensor] = backward(grad, v, beta, outputs[1:], *boundaries)
     return found

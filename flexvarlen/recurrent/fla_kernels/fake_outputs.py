@@ -14,6 +14,6 @@ def like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def received_state(k: Tensor, v: Tensor, boundaries: Boundaries) -> Tensor:
-    """What `run_levels_forward` returns."""
+    """A fake result of `run_levels_forward`."""
     shape = (0,) if boundaries.links is None else (v.shape[2], k.shape[3], v.shape[3])
     return v.new_empty(shape, dtype=torch.float32)

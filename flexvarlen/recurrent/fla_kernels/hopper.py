@@ -22,7 +22,7 @@ TILE, STAGES = 32, 3
 
 @cache
 def avoid_wrong_kernel() -> None:
-    """Register the step with fla where its own launch is wrong, for all of the process."""
+    """Register the step with fla for the whole process if fla's own launch is wrong."""
     from fla.backends import BaseBackend, register
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 
@@ -34,7 +34,7 @@ def avoid_wrong_kernel() -> None:
         priority = 9  # after tilelang's
 
         def chunk_bwd_dqkwg_verifier(self, *_: Any, **given: Any) -> tuple[bool, str | None]:
-            """Whether it is a call that fla refuses."""
+            """Whether fla refuses this call."""
             serves = given.get("g") is not None
             return serves, None if serves else "fla's own launch serves calls without g"
 
@@ -61,9 +61,9 @@ def gradients_of_chunks(
     chunk_size: int = 64,
     chunk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Gradients of queries, keys, w and decay, from those of the outputs and of the states.
+    """Gradients of queries, keys, w and decay, from the gradients of the outputs and states.
 
-    Args: as of fla's `chunk_bwd_dqkwg`.
+    Takes the arguments of fla's `chunk_bwd_dqkwg`.
 
     Returns:
         dq, dk `[B, T, H, K]`, dw `[B, T, HV, K]`, None without w, and dg fp32 `[B, T, HV]`.

@@ -1,12 +1,12 @@
-"""In which order the slots of a row run, where a state passes from one to another.
+"""The order in which the slots of a row run, if states pass from one slot to another.
 
 A segment of a tree starts from the final state of its parent. So the steps that pass states are
-launched once for each level of a tree, all segments of a level together; backward from the deepest
-level on, where the gradient of a state is the sum over the segments that start from it, in their
+launched once for each level of a tree, all segments of a level together; the backward starts at the
+deepest level, and the gradient of a state is the sum over the segments that start from it, in
 order.
 
-Of a row over several ranks, the first document of a rank may start from the final state of the rank
-before, and its last one may continue on the next. What waits for no rank runs first.
+In a row over several ranks, the first document of a rank may start from the final state of the
+previous rank, and its last one may continue on the next. Slots that wait for no rank run first.
 
 Shapes: HV = heads of values; K, V = head_dim of keys and of values.
 """
@@ -26,11 +26,11 @@ from flexvarlen.recurrent.documents import CHUNK, RecurrentDocuments
 
 
 class Boundaries(NamedTuple):
-    """What operators take of `RecurrentDocuments`.
+    """The fields of `RecurrentDocuments` that operators need.
 
     Attributes:
-        parents, levels: of trees; None of plain documents.
-        links, group: of `RecurrentDocuments`, where documents continue from rank to rank.
+        parents, levels: tables of trees; None for plain documents.
+        links, group: as in `RecurrentDocuments`, if documents continue from rank to rank.
     """
 
     cu_seqlens: Tensor
@@ -42,7 +42,7 @@ class Boundaries(NamedTuple):
 
     @classmethod
     def of(cls, documents: RecurrentDocuments) -> Boundaries:
-        """Those of a row's documents."""
+        """The boundaries of a row's documents."""
         branches = documents.branches
         parents, levels = (None, None) if branches is None else (branches.parents, branches.levels)
         of_row = documents.cu_seqlens, documents.chunk_indices
@@ -50,11 +50,11 @@ class Boundaries(NamedTuple):
 
     @property
     def pass_states(self) -> bool:
-        """Whether a slot starts from the state of another, or of another rank."""
+        """Whether a slot starts from the state of another slot or rank."""
         return self.parents is not None or self.links is not None
 
     def kwargs(self) -> dict[str, Tensor]:
-        """By fla's names."""
+        """Keyword arguments in fla's names."""
         return {"cu_seqlens": self.cu_seqlens, "chunk_indices": self.chunk_indices}
 
 
@@ -63,7 +63,7 @@ class Level(NamedTuple):
 
     Attributes:
         cu_seqlens, chunk_offsets: `[n + 1]`, into the tokens and the chunks of the row.
-        parents: int64 `[n]`, the slots of the level above that they start from; None of roots.
+        parents: int64 `[n]`, the slots of the level above that they start from; None for roots.
     """
 
     cu_seqlens: Tensor
@@ -72,17 +72,17 @@ class Level(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """n."""
+        """The number of slots, n."""
         return len(self.cu_seqlens) - 1
 
 
 LaunchLevel = Callable[[Level, Tensor | None, Tensor | None], None]
 """Launches a kernel for a level. It reads states, or their gradients, and writes the next; fp32
-`[n, HV, K, V]`, None of plain documents."""
+`[n, HV, K, V]`, None for plain documents."""
 
 
 def _levels(boundaries: Boundaries) -> tuple[list[Level], Level]:
-    """The levels from the roots on, and the padding; of plain documents none, and all slots."""
+    """The levels, roots first, and the padding; for plain documents no levels, and all slots."""
     parents, levels = boundaries.parents, boundaries.levels
     every = _every_slot(boundaries)
     if parents is None or levels is None:
@@ -101,7 +101,7 @@ def _every_slot(boundaries: Boundaries) -> Level:
     """All slots of a row.
 
     Raises:
-        NotImplementedError: a CUDA graph is captured, where states pass from slot to slot.
+        NotImplementedError: a CUDA graph is captured, and states pass from slot to slot.
     """
     from fla.ops.utils.index import prepare_chunk_offsets
 
@@ -109,8 +109,8 @@ def _every_slot(boundaries: Boundaries) -> Level:
     if boundaries.pass_states and cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "recurrent layers run trees level by level, and rows over ranks one rank after "
-            "another, and a CUDA graph would repeat those of this row for other rows; capture "
-            "none, and compile without mode='reduce-overhead'."
+            "another, and a CUDA graph would replay this row's order for other rows; do not "
+            "capture CUDA graphs, and compile without mode='reduce-overhead'."
         )
     return Level(cu_seqlens, prepare_chunk_offsets(cu_seqlens, CHUNK))
 
@@ -121,7 +121,7 @@ def run_levels_forward(
     """Run a kernel that reads the initial states of a level, and writes the final ones.
 
     Args:
-        received: what an earlier run returned, so that no rank waits for another again.
+        received: the result of an earlier run, so that no rank waits for another again.
 
     Returns:
         The state that the first slot starts from, `[HV, K, V]`; `[0]` if the row is on one rank.
@@ -159,10 +159,11 @@ def run_levels_backward(boundaries: Boundaries, like: Tensor, launch: LaunchLeve
 
 
 def _run_others(boundaries: Boundaries, others: Level, like: Tensor, launch: LaunchLevel) -> None:
-    """Run a kernel for plain documents, or for the padding behind trees.
+    """Run a kernel for plain documents, or for the padding after trees.
 
-    The padding comes last, as Triton tunes a kernel at its first launch, and there may be none. It
-    gets states as all levels do: for a kernel without them Triton would tune once more.
+    The padding comes last, as Triton tunes a kernel at its first launch and the padding may be
+    empty.
+    It gets states as all levels do: without them, Triton would tune the kernel again.
     """
     if boundaries.parents is None:
         launch(others, None, None)
@@ -174,16 +175,16 @@ def _run_others(boundaries: Boundaries, others: Level, like: Tensor, launch: Lau
 def _along_ranks(
     boundaries: Boundaries, like: Tensor, launch: LaunchLevel, *, back: bool = False
 ) -> Tensor:
-    """Run a kernel for the slots that wait for no rank, then for those that do.
+    """Run a kernel for the slots that wait for no rank, then for the others.
 
-    Forward the first slot waits for the rank before, whose state it starts from. Backward the last
-    document waits for the next rank; spare slots and padding run beside it.
+    In the forward, the first slot waits for the previous rank, from whose state it starts. In the
+    backward, the last document waits for the next rank; spare slots and padding run with it.
 
     Args:
-        back: whether gradients pass, from rank to rank in the other direction.
+        back: whether gradients pass, in the opposite direction.
 
     Returns:
-        What was received, or zeros.
+        The received tensor, or zeros.
     """
     every, links = _every_slot(boundaries), BoundaryLinks.of(boundaries.links)
     if back:
@@ -218,7 +219,7 @@ def _zeros(level: Level, like: Tensor) -> Tensor:
 
 
 def _summed(grads: Tensor, parents: Tensor, slots: int) -> Tensor:
-    """Gradients of the final states of `slots` slots, from those of the states of their children.
+    """Gradients of the final states of `slots` slots, summed over their children's states.
 
     The children of a segment follow one another, so each sum runs in their order.
     """

@@ -34,7 +34,7 @@ def delta_states(
     boundaries: Boundaries,
     received: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The state before each chunk, in the dtype of k, and what is written to it: `[1, T, HV, V]`.
+    """The state before each chunk, in the dtype of k, and the values written to it `[1, T, HV, V]`.
 
     Args:
         gates: the decay as fla's `g`, for each head, or `gk`, for each channel of the keys.
@@ -65,10 +65,10 @@ def delta_state_gradients(
     scale: float,
     boundaries: Boundaries,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the state after each chunk, in the dtype of q, and of what is written to it.
+    """Gradients of the state after each chunk, in the dtype of q, and of the values written to it.
 
     Args:
-        dv: the latter's part from the outputs of the same chunk.
+        dv: the part of the latter that comes from the outputs of the same chunk.
     """
     from fla.ops.common import chunk_delta_h
 
@@ -168,7 +168,7 @@ def _grid_of_splits(level: Level, shapes: dict[str, int]) -> Callable[[dict[str,
 
 
 def _constants_of_splits(level: Level, shapes: dict[str, int]) -> dict[str, Any]:
-    """Those of kernels that can keep fewer states than chunks; here a state for each chunk."""
+    """Constants of kernels that can keep fewer states than chunks; here one state per chunk."""
     found = _constants(level, shapes)
     found |= {"split_offsets": found.pop("chunk_offsets"), "BS": CHUNK}
     del found["HV"]

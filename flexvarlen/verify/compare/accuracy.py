@@ -1,6 +1,6 @@
 """The reference of a comparison: which documents have room, and their errors as measures.
 
-Of a row of trees, the samples take the documents' place.
+In a row of trees, samples take the place of documents.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ REFERENCE_TOKENS = 8192  # on a GPU: fp64 is slow there
 
 
 def reference_of(base: PreTrainedModel, row: Row, *, train: bool, seed: int) -> Alone:
-    """The documents that there is room for, each alone; the baseline is eager attention.
+    """The documents that fit, each alone; the baseline is eager attention.
 
     Raises:
-        ValueError: there is no room for the fp64 copy of `base`.
+        ValueError: there is not enough memory for the fp64 copy of `base`.
     """
     documents = sample_documents(base, row.samples, train=train, seed=seed)
     try:
@@ -44,8 +44,8 @@ def reference_of(base: PreTrainedModel, row: Row, *, train: bool, seed: int) -> 
         )
     except torch.OutOfMemoryError as error:
         raise ValueError(
-            "model must leave room for its fp64 copy (and, in training, gradients in fp64), "
-            "got too little memory; take fewer layers (name@LAYERS) or the forward alone."
+            "there is not enough memory for an fp64 copy of the model (and, in training, fp64 "
+            "gradients); use fewer layers (name@LAYERS) or only the forward."
         ) from error
 
 
@@ -73,12 +73,12 @@ def sample_documents(
 
 
 def is_whole(reference: Alone) -> bool:
-    """Whether it covers every document."""
+    """Whether the reference covers every document."""
     return len(reference.documents) == len(reference.row.samples.lengths)
 
 
 def describe(reference: Alone) -> str:
-    """Which documents it covers."""
+    """Describe which documents the reference covers."""
     lengths = reference.row.samples.lengths
     text = f"{len(reference.documents)} of {len(lengths)} {reference.row.sample}s alone, fp64"
     if is_whole(reference):
@@ -88,7 +88,7 @@ def describe(reference: Alone) -> str:
 
 
 def error_measures(errors: Errors) -> dict[str, Any]:
-    """For a record."""
+    """The errors as measures of a record."""
     assert errors.outputs is not None
     found = {
         "logits_max": errors.outputs.max_abs,
@@ -105,7 +105,7 @@ def error_measures(errors: Errors) -> dict[str, Any]:
 
 
 def limit_measures(reference: Alone, errors: Errors) -> dict[str, Any]:
-    """For a record: what the rule allows, and the gradient that comes nearest to its limit."""
+    """The limits of the rule, and the gradient nearest to its limit, as measures of a record."""
     assert reference.baseline.outputs is not None
     limits = allowed(reference.baseline.outputs, reference.dtype)
     found: dict[str, Any] = {"logits_limit": limits.max_abs}

@@ -32,11 +32,11 @@ class Checks:
     """What variants are checked against.
 
     Attributes:
-        reference: of the batch.
+        reference: the reference of the batch.
         others: other packings of its tokens, over which recompilations are counted.
-        last: the reference of the last of them, forward alone; None if there are none.
+        last: the reference of the last packing, forward alone; None without other packings.
         compile: whether variants are compiled.
-        seed: of the tokens that replace others.
+        seed: random seed of replaced tokens.
     """
 
     reference: Alone
@@ -47,10 +47,10 @@ class Checks:
 
 
 def check_variant(variant: Variant, checks: Checks, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run a variant that was not called yet on all of `checks`; measures for its record.
+    """Run all checks on a variant that was not called yet; return measures for its record.
 
     Args:
-        say: takes what is being done.
+        say: called with a description of the current step.
     """
     reference, row = checks.reference, checks.reference.row
     labels = row.labels(reference.documents)
@@ -77,7 +77,7 @@ def check_variant(variant: Variant, checks: Checks, say: Callable[[str], None]) 
 
 
 def _fresh_cache(compile: bool) -> AbstractContextManager[Any]:
-    """Inductor caches of this variant alone, so that each is compiled cold."""
+    """Use new Inductor caches, so that each variant is compiled cold."""
     if not compile:
         return nullcontext()
     from torch._inductor.utils import fresh_cache
@@ -88,9 +88,9 @@ def _fresh_cache(compile: bool) -> AbstractContextManager[Any]:
 
 
 def _other_packings(variant: Variant, checks: Checks) -> tuple[dict[str, Any], str | None]:
-    """Recompilations over them, and what is wrong with the logits of the last, or None.
+    """Count recompilations over other packings; say what is wrong with the last's logits, or None.
 
-    None of a caller's batch as it stands: how it marks documents is not known of others.
+    Skipped for a caller's batch, as its form of marking documents is unknown for other packings.
     """
     out, as_it_stands = None, variant.given(checks.reference.row) is not None
     others = () if as_it_stands else checks.others
@@ -130,7 +130,7 @@ def _verdict(leak: Leak, why_wrong: str | None, unit: str) -> dict[str, Any]:
 
 
 def _listed(found: Collection[int], unit: str) -> str:
-    """Documents or segments by their numbers.
+    """List documents or segments by their numbers.
 
     >>> _listed({3}, "document"), _listed(range(9), "segment")
     ('document 3', 'segments 0, 1, 2, 3, 4, 5, 6, 7 and 1 more')
@@ -146,14 +146,14 @@ def _listed(found: Collection[int], unit: str) -> str:
 
 @dataclass(frozen=True)
 class Leak:
-    """The documents, or segments of trees, that tokens reached which they do not see.
+    """The documents, or segments of trees, that were reached by tokens they must not see.
 
     Attributes:
-        outputs: whose logits changed, in any bit.
-        gradients: whose token gradients changed in any bit, or were not zero where only other
-            documents had a loss; None if the variant has no backward.
-        backward_repeats: whether two backwards of the same batch gave the same bits. Where not
-            (atomic additions), token gradients are only tested for being zero.
+        outputs: documents whose logits changed in any bit.
+        gradients: documents whose token gradients changed in any bit, or were not zero where only
+            other documents had a loss; None if the variant has no backward.
+        backward_repeats: whether two backwards of the same batch gave the same bits. If not (atomic
+            additions), token gradients are only tested for being zero.
     """
 
     outputs: frozenset[int]
@@ -162,7 +162,7 @@ class Leak:
 
     @property
     def documents(self) -> frozenset[int]:
-        """All of them."""
+        """All documents that were reached."""
         return self.outputs | (self.gradients or frozenset())
 
 
@@ -172,7 +172,7 @@ def find_leak(variant: Variant, batch: Row, seed: int) -> Leak:
     While some are replaced, only the watched ones have a loss, divided by the same count as
     before. So the gradient of a watched token must keep its bits, and that of a replaced one be
     exactly zero, whatever the order of additions. Above segments that are replaced, gradients
-    include those segments' losses, and are compared with a step that leaves these out too.
+    include those segments' losses, and are compared with a step without these losses.
     """
     units = units_of(batch.layout())
     everyone = range(len(units))

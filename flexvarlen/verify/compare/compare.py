@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Progress = Callable[[int, int, str], None]
-"""Called with the steps done, all steps, and what is being done."""
+"""Called with the steps done, all steps, and a description of the current step."""
 
 TIMING_BUDGET_S = 3.0  # of each variant
 MOST_REPEATS = 20
@@ -66,36 +66,35 @@ def compare(
 ) -> Report:
     """Compare backends on one model and one packed row with each document alone in float64.
 
-    The model is not changed, whether it is patched or not; its device is where all runs.
+    The model is not changed, whether it is patched or not; everything runs on its device.
 
     Args:
-        model: a transformers model of a verified family, with a head for causal language modelling.
+        model: a transformers model of a verified family, with a causal language modelling head.
         batch: a forward's keyword arguments (boundaries found by the contract of `patch_model`;
             labels are not used), or a `PackedBatch`. Default: real text, packed to `tokens`. With a
             `packed_layout` of trees, such as `fv.share_prefixes(samples).batch()`, each sample, a
             path from a root to a leaf, is compared with the sample alone; the loss is `tree_loss`
             of `shift_labels` and `label_counts`, if the batch has them.
         backends: "all" (flexvarlen's, "auto", and transformers' own for contrast), or names.
-        dtype: to compare in; default: the model's.
-        train: forward and backward; else the forward alone, under `no_grad`.
-        compile: under torch.compile (inductor; graph breaks allowed, and counted; cold caches).
-        tokens: of the default batch; default 1,024 on the CPU, 8,192 on CUDA.
-        seed: of everything random.
-        packings: other packings of the same tokens, over which recompilations are counted; none
-            of trees.
-        name: the model's, for the report.
-        progress: called with the steps done, all steps, and what is being done.
+        dtype: dtype of the comparison; default: the model's.
+        train: whether to run forward and backward; else only the forward, under `no_grad`.
+        compile: whether to use torch.compile (inductor; graph breaks are counted; cold caches).
+        tokens: size of the default batch; default 1,024 on the CPU, 8,192 on CUDA.
+        seed: random seed.
+        packings: other packings of the same tokens, to count recompilations; none for trees.
+        name: name of the model in the report.
+        progress: called with the steps done, all steps, and a description of the current step.
 
     Returns:
-        A report; `print` shows its table, and `passed` is the verdict. It has a record of each
-        document alone (the baseline), then one of each backend, usable or not.
+        A report; `print` shows its table, and `passed` is the verdict. It has a record of the
+        baseline (each document alone), then one of each backend, usable or not.
 
     Raises:
-        ValueError: `model` is not a transformers model, an unknown backend, a batch that breaks the
-            contract, or too little memory for the reference.
+        ValueError: `model` is not a transformers model, a backend is unknown, the batch breaks
+            the contract, or there is too little memory for the reference.
         NotImplementedError: the model type is not verified.
         DeviceLost: a kernel broke the device.
-        Interrupted: a KeyboardInterrupt, with what was measured until then.
+        Interrupted: a KeyboardInterrupt, with the results so far.
 
     >>> print(fv.compare(model, tokens=8192))  # doctest: +SKIP
     """
@@ -137,7 +136,7 @@ def compare(
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C; `report` holds what was measured until then."""
+    """Ctrl-C; `report` has the results so far."""
 
     def __init__(self, report: Report) -> None:
         super().__init__()
@@ -187,7 +186,7 @@ class _Comparison:
         return Report((baseline, *(records[name] for name in names)))
 
     def report_so_far(self) -> Report:
-        """Records of the variants that are checked, without times; none if none is."""
+        """Records of the variants that were checked, without times."""
         if not self.checked:
             return Report(())
         measures = {BASELINE: error_measures(self.checks.reference.baseline)} | self.checked
@@ -205,16 +204,16 @@ class _Comparison:
         return Checks(reference, others, last, self.case["compiled"], seed)
 
     def _check(self, name: str) -> CheckedVariant:
-        """What the checks found of a variant; whether that is right is for the report to say.
+        """Check a variant; the report decides whether the result is right.
 
         Raises:
-            Unsupported: it cannot run here.
+            Unsupported: the variant cannot run here.
         """
         if name == BASELINE:
             return self._baseline()
         self._did()
         if name.startswith(THEIRS) and isinstance(self.batch, TreeBatch):
-            raise Unsupported(f"{name} takes no packed_layout of trees.")
+            raise Unsupported(f"{name} does not support a packed_layout of trees.")
         sizes = Sizes.of(self.batch)
         variant = make_variant(name, self.base, sizes, train=self.train, or_forward=True)
         if self.checks.compile:  # graph breaks are counted
@@ -238,7 +237,7 @@ class _Comparison:
         return CheckedVariant(step, error_measures(reference.baseline), conclude=self._speed)
 
     def _drop_references(self) -> None:
-        """Their fp64 tensors would count into everybody's peak memory."""
+        """Free the references: their fp64 tensors would count in the peak memory of variants."""
         self._say("speed of all, in turns")
         reference = self.checks.reference.without_tensors()
         self.checks = replace(self.checks, reference=reference, last=None)
@@ -250,7 +249,7 @@ class _Comparison:
     def _record(self, finding: Finding) -> Record:
         status, reason = finding.status, finding.reason
         if finding.variant == BASELINE:
-            status = "ok"  # its errors are known, whatever its timing raised
+            status = "ok"  # its errors are known, even if timing it failed
         reason = reason or self.why_no_backward.get(finding.variant)
         case = self.case | {"variant": finding.variant}
         return Record(SUITE, case, status, reason, dict(finding.measures), self.environment)

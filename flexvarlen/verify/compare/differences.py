@@ -1,6 +1,6 @@
 """How far two runs of a model are apart: logits, log-probabilities, hidden states, gradients.
 
-Shapes: T tokens of all documents, n of some; V = vocabulary.
+Shapes: T = tokens of all documents, n = tokens of some; V = vocabulary.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from flexvarlen.verify.experiment.tree_batch import Row
 
 
 def run_measures(found: ModelRun, other: ModelRun, row: Row) -> dict[str, Any]:
-    """Everything in which two runs differ, as a record's measures.
+    """All differences between two runs, as a record's measures.
 
-    `layers_relative` is of the embeddings, then of each block; `documents_relative` of each
-    document's logits.
+    `layers_relative` lists the embeddings, then each block; `documents_relative` the logits of each
+    document.
 
     Args:
-        found, other: of the same documents, on one device.
-        row: the documents; of trees the samples.
+        found, other: runs of the same documents, on one device.
+        row: the documents, or for trees the samples.
     """
     layers = [Difference.between(*two) for two in zip(found.hidden, other.hidden, strict=True)]
     documents = [
@@ -51,7 +51,7 @@ def run_measures(found: ModelRun, other: ModelRun, row: Row) -> dict[str, Any]:
 
 
 def why_not_finite(found: ModelRun, other: ModelRun) -> str | None:
-    """What of two runs is not finite, as a reason; None if everything is."""
+    """A sentence about what is not finite in two runs, or None."""
     bad = []
     for who, run in (("the run", found), ("what it is compared with", other)):
         parts = {"logits": [run.logits], "hidden states": run.hidden}
@@ -71,7 +71,7 @@ def token_measures(found_TV: Tensor, other_TV: Tensor, targets_T: Tensor) -> dic
 
     Args:
         found_TV, other_TV: logits, on one device.
-        targets_T: int64, labels; -100 where there is none.
+        targets_T: int64, labels; -100 without a label.
     """
     pieces = [x.split(max(1, PIECE_ELEMENTS // found_TV.shape[1])) for x in (found_TV, other_TV)]
     targets = targets_T.split(len(pieces[0][0]))
@@ -105,8 +105,8 @@ def first_difference(layers: Sequence[Difference], logits: Difference) -> dict[s
     """Where the runs differ first.
 
     Args:
-        layers: of the embeddings, then of each block.
-        logits: of what comes last.
+        layers: differences of the embeddings, then of each block.
+        logits: difference of the logits.
 
     Returns:
         "first_layer": the first block (-1: the embeddings) that is not bit-equal, or None;

@@ -28,7 +28,7 @@ class Threshold(NamedTuple):
     """`--fail-above MEASURE=VALUE`: a limit.
 
     Attributes:
-        name: of a measure, or the end of several: "relative" is all that end with "_relative".
+        name: name of a measure, or a suffix: "relative" covers all that end with "_relative".
         limit: the largest value that passes.
     """
 
@@ -37,10 +37,10 @@ class Threshold(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Threshold:
-        """From the command line.
+        """Parse a threshold from the command line.
 
         Raises:
-            ValueError: no `MEASURE=VALUE`, or a value that is no number from 0 up.
+            ValueError: the text is not `MEASURE=VALUE`, or the value is not a number of at least 0.
 
         >>> Threshold.of("dq_relative=1e-2")
         Threshold(name='dq_relative', limit=0.01)
@@ -58,7 +58,7 @@ class Threshold(NamedTuple):
         return cls(name.strip(), limit)
 
     def measures(self, record: Record) -> dict[str, float]:
-        """The sizes of what it limits in a record."""
+        """The sizes of the measures of a record that this threshold limits."""
         return {
             name: size
             for name, value in record.measures.items()
@@ -84,15 +84,15 @@ class DriftReport:
         return any(r.status in ("ok", "wrong") for r in self.records)
 
     def tables(self, width: int | None = None) -> list[Table]:
-        """A table for each suite and machine; of the columns that fit into `width`."""
+        """A table for each suite and machine, with the columns that fit into `width`."""
         found = tables(self.records)
         return found if width is None else [x.narrowed(width, DISPENSABLE) for x in found]
 
     def sentences(self) -> list[str]:
-        """All lines of the tables: findings, then what else is not "ok", then a sentence a suite.
+        """All sentences of the report: findings, other problems, then one sentence per suite.
 
-        Records of a variant that share the reason share a sentence. Last, why backends could not
-        run at all.
+        Records of a variant with the same reason share a sentence. The last sentences say why
+        backends could not run at all.
         """
         idle = never_ran(self.records)
         found: dict[str, list[str]] = {}
@@ -109,9 +109,9 @@ class DriftReport:
         return list(map(without_paths, [*said, *not_run(idle)]))
 
     def broken_limits(self, limits: Sequence[Threshold]) -> list[str]:
-        """A sentence for each limit that is passed, with the worst record.
+        """A sentence for each limit that is exceeded, with the worst record.
 
-        A limit on a measure that no record has is passed too: else a run that measures nothing
+        A limit on a measure that no record has counts as exceeded: else a run that measures nothing
         would succeed.
         """
         ran, sentences = [r for r in self.records if r.status in ("ok", "wrong")], []
@@ -135,7 +135,7 @@ class DriftReport:
 
 
 def _size(value: Any) -> float | None:
-    """The absolute value; of a list its largest; NaN if one is; None of what is no number."""
+    """The absolute value, or the largest of a list; NaN if one is NaN; None for other types."""
     values = value if isinstance(value, list | tuple) else [value]
     numbers = [abs(float(x)) for x in values if type(x) in (int, float)]
     if not numbers:
@@ -190,4 +190,4 @@ def _models(ran: Records) -> str:
 
 
 SENTENCES = {"drift-op": _operators, "drift-model": _models}
-"""Of a suite's records that ran, where none is a finding."""
+"""A sentence about a suite's records that ran without findings."""

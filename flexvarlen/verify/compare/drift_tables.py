@@ -29,15 +29,15 @@ Measured = tuple[float, str, Record]
 FORWARD, BACKWARD = ("out", "lse"), ("dq", "dk", "dv")
 PARTS = (*FORWARD, *BACKWARD)
 RATIOS = tuple(f"{of}ratio_{part}" for of in ("", "serial_") for part in PARTS)
-"""Errors against the reference over what the rule allows: one call, and one call per document."""
+"""Errors against the reference over their limits: in one call, and in one call per document."""
 
 STATUSES = ("wrong", "failed", "oom", "unsupported", "ok")
-"""The worst first."""
+"""Statuses, the worst first."""
 BAD = STATUSES[:2]
 
 
 def measured(records: Records, names: Sequence[str]) -> list[Measured]:
-    """What the records have of these measures."""
+    """The values of these measures in the records."""
     every = [(r.measures.get(name), name, r) for r in records for name in names]
     return [(value, name, r) for value, name, r in every if value is not None]
 
@@ -49,7 +49,7 @@ def largest_of(records: Records, names: Sequence[str]) -> float | None:
 
 
 def field(name: str) -> Column:
-    """A field of the case."""
+    """A column with a field of the case."""
     return Column(name, lambda line: str(line[0].case.get(name, "")))
 
 
@@ -59,12 +59,12 @@ def measure(
     comparison: str | None = None,
     show: Callable[[float | None], str] = number,
 ) -> Column:
-    """The largest of these measures, in one comparison or in all."""
+    """A column with the largest of these measures, in one comparison or in all."""
     return Column(title, lambda line: show(largest_of(compared(line, comparison), names)))
 
 
 def compared(records: Records, comparison: str | None) -> Records:
-    """Those of one comparison; None: all."""
+    """The records of one comparison; None: all."""
     return [r for r in records if comparison is None or r.case["comparison"] == comparison]
 
 
@@ -117,14 +117,14 @@ def _table(records: Records) -> Table:
 
 
 def _lines(records: Records) -> list[Records]:
-    """Of attention, all records of a dtype and backend; else each record alone."""
+    """Group records into lines: for attention by dtype and backend; else each record alone."""
     if records[0].suite != "drift-op":
         return [[record] for record in records]
     return list(grouped_by(records, lambda r: (r.case["dtype"], r.case["variant"])).values())
 
 
 def _status(line: Records, notes: Notes) -> str:
-    """The worst status; below the table the reasons."""
+    """The worst status; its reasons are noted below the table."""
     worst = min(line, key=lambda record: STATUSES.index(record.status))
     bad = [record for record in line if record.status != "ok" and record.reason]
     marks = dict.fromkeys(notes.mark(in_short(record.reason or "")) for record in bad)
@@ -160,7 +160,7 @@ COLUMNS: dict[str, Callable[[Column], tuple[Column, ...]]] = {
         measure("gradients", "gradient_relative"),
     ),
 }
-"""Of each suite's table, given the column of the status, whose reasons each table numbers anew."""
+"""Columns of each suite's table, given the status column, whose reasons each table numbers."""
 DISPENSABLE = ("log-probability", "KL", "first layer", "top-1")
 """Titles of the columns that a narrow terminal goes without, in this order; report.md has all."""
 

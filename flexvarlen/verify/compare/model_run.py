@@ -1,9 +1,9 @@
-"""`ModelRun`: what one run of a model gives for the documents of a row, in whatever form.
+"""`ModelRun`: the results of one run of a model on the documents of a row, in any form.
 
-The same documents run as one packed row, each alone, or as padded rows; what comes out is put in
-one order, token after token of document after document, so that runs can be compared. Of a row of
-trees the samples, each a path from a root to a leaf, take the documents' place: what they share is
-there for each of them.
+The same documents run as one packed row, each alone, or as padded rows; the outputs are put in one
+order, token by token of document after document, so that runs can be compared. In a row of trees,
+samples, each a path from a root to a leaf, take the place of documents, and shared tokens are
+repeated for each of them.
 
 Shapes: T tokens of all documents; N documents; V = vocabulary; B rows of S tokens in one forward.
 """
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelRun:
-    """What a model gave.
+    """The results of a run.
 
     Attributes:
         logits: `[T, V]`.
-        hidden: `[T, hidden]` each: the embeddings, then what each block put out.
+        hidden: `[T, hidden]` each: the embeddings, then the output of each block.
         loss: mean over the counted labels, from losses in fp32 (fp64 of an fp64 model).
-        gradients: of every parameter, by name, of the loss; None for a forward alone. Of several
-            forwards they are summed in at least fp32, so that their rounding is the dtype's alone.
+        gradients: the loss's gradients of all parameters, by name; None for a forward alone. Over
+            several forwards they are summed in at least fp32, so that only the dtype rounds.
     """
 
     logits: Tensor
@@ -51,12 +51,12 @@ class ModelRun:
 
 
 class Targets(NamedTuple):
-    """What the tokens of all documents predict.
+    """The labels that the tokens of all documents predict.
 
     Attributes:
-        labels: int64 `[T]`, `IGNORE_INDEX` where there is none.
-        weights: `[T]`, what each label counts; None: one.
-        counted: what the summed loss is divided by.
+        labels: int64 `[T]`, `IGNORE_INDEX` without a label.
+        weights: `[T]`, the weight of each label; None: one.
+        counted: divisor of the summed loss.
     """
 
     labels: Tensor
@@ -65,7 +65,7 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, row: Row) -> Targets:
-        """Of trees, a token's weight is divided among the samples that share it."""
+        """The targets of a row; in trees, a token's weight is divided among its samples."""
         counted = int(row.counted(row.labels()))
         if isinstance(row, PackedBatch):
             return cls(row.next_tokens()[0], None, counted)
@@ -78,7 +78,7 @@ class Targets(NamedTuple):
         """`[N]`: the sum of each document's cross entropies, in at least fp32.
 
         Each document's logits are copied first, so that neither the shape nor the address of
-        what the kernels get depends on the other documents.
+        the kernels' inputs depends on the other documents.
 
         Args:
             logits_TV: logits of some documents' tokens.
@@ -100,10 +100,10 @@ class Targets(NamedTuple):
 
 
 class Recorder:
-    """Entered, it keeps what the embeddings and each block put out, by forward hooks.
+    """A context that records the outputs of the embeddings and of each block, by forward hooks.
 
-    Hooks trace under torch.compile (what they keep becomes an output of the graph), where
-    transformers' own output_hidden_states does not, and gives the last block's after the norm.
+    Hooks trace under torch.compile (recorded tensors become outputs of the graph), whereas
+    transformers' output_hidden_states does not, and returns the last block's output after the norm.
 
     Attributes:
         states: `[B, S, hidden]` each, detached, of the call since `taken`.
@@ -124,7 +124,7 @@ class Recorder:
             handle.remove()
 
     def taken(self) -> list[Tensor]:
-        """Those of the last call, which are then forgotten."""
+        """Return the states of the last call, and clear them."""
         states, self.states = self.states, []
         return states
 
@@ -134,12 +134,12 @@ class Recorder:
 
 
 def run_model(variant: Variant, row: Row, batching: str = "packed") -> ModelRun:
-    """The documents in one row, or apart.
+    """Run the documents in one row, or separately.
 
     Args:
         variant: the model, and whether it trains.
         row: the documents, on the model's device.
-        batching: "packed", "padded" (of at most as many positions as the row) or "serial".
+        batching: "packed", "padded" (with at most as many positions as the row) or "serial".
     """
     lengths, targets = row.samples.lengths, Targets.of(row)
     if batching == "packed":
@@ -173,7 +173,7 @@ def run_model(variant: Variant, row: Row, batching: str = "packed") -> ModelRun:
         )
     logits, *hidden = kept[0] if len(kept) == 1 else map(torch.cat, zip(*kept, strict=True))
     with torch.no_grad():
-        # Document by document, so that how they are batched does not decide how they are summed.
+        # Document by document, so that the order of summation does not depend on the batching.
         loss = math.fsum(targets.losses(logits, lengths).tolist()) / targets.counted
     if not variant.train:
         return ModelRun(logits, tuple(hidden), loss)
@@ -184,7 +184,7 @@ def run_model(variant: Variant, row: Row, batching: str = "packed") -> ModelRun:
 
 
 def _take_gradients(model: nn.Module, sums: dict[str, Tensor]) -> None:
-    """Take what a backward left off the parameters; from the second on, sum in at least fp32."""
+    """Move gradients from the parameters to `sums`; from the second on, sum in at least fp32."""
     for name, parameter in model.named_parameters():
         found, parameter.grad = parameter.grad, None
         if found is None:

@@ -8,8 +8,10 @@
 | eager-compiled | the packed row compiled, against eager |
 | dtype | the packed row in low precision, against float32 with the same weights |
 
-Of a row of trees, the samples take the documents' place. Both runs of a comparison are held against
-each document alone in fp64, by the acceptance rule: what differs more than rounding is "wrong".
+In a row of trees, samples take the place of documents. Both runs of a comparison are checked
+against
+each document alone in fp64, by the acceptance rule: a run that differs more than rounding is
+    "wrong".
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
 COMPARISONS = ("packed-alone", "packed-padded", "backend-backend", "eager-compiled", "dtype")
 BASELINE = "sdpa"
-"""Runs and differentiates anywhere; what "backend-backend" compares with."""
+"""The backend that "backend-backend" compares with: it runs and differentiates anywhere."""
 
 Load = Callable[[], "tuple[PreTrainedModel, Row]"]
 
@@ -54,11 +56,11 @@ class ModelCase:
     Attributes:
         model: its name in records.
         dtype: e.g. "bfloat16".
-        tokens: of the row.
-        comparison: of `COMPARISONS`.
+        tokens: number of tokens of the row.
+        comparison: one of `COMPARISONS`.
         train: whether gradients are compared.
-        seed: of weights and documents.
-        load: gives the model, which is not changed, and the row, on the model's device.
+        seed: random seed of weights and documents.
+        load: returns the model, which is not changed, and the row, on the model's device.
         text: the checksum of the caller's files; 0 for Python's help topics, or a batch.
     """
 
@@ -73,11 +75,11 @@ class ModelCase:
 
     @property
     def name(self) -> str:
-        """For the progress bar."""
+        """The name in the progress bar."""
         return f"{self.model} {self.dtype} {self.comparison}"
 
     def data(self) -> dict[str, Any]:
-        """As in a record."""
+        """The case as data of a record."""
         fields = ("model", "dtype", "tokens", "seed", "train", "comparison")
         data = {name: getattr(self, name) for name in fields}
         data["other"] = BASELINE if self.comparison == "backend-backend" else None
@@ -124,7 +126,7 @@ class ModelDrift(GivenCases[ModelCase]):
 
 
 def _why_wrong(reference: Alone, found: ModelRun, other: ModelRun) -> str | None:
-    """The acceptance rule; loss and gradients, which are of all documents, if those are checked."""
+    """Apply the acceptance rule; to loss and gradients only if all documents are checked."""
     for run, who in ((found, ""), (other, "what it is compared with: ")):
         whole = (run.loss, run.gradients) if is_whole(reference) else ()
         reason = reference.why_wrong(reference.errors(run.logits, *whole))
@@ -145,21 +147,21 @@ def model_drift(
 ) -> list[Record]:
     """Run a model in pairs of ways that should agree, and measure how far they do.
 
-    The model is not changed, whether it is patched or not; its device is where all runs.
+    The model is not changed, whether it is patched or not; everything runs on its device.
 
     Args:
-        model, batch, tokens: as in `compare`. Of trees, each sample is what runs alone or padded.
+        model, batch, tokens: as in `compare`. Of trees, each sample runs alone or padded.
         backends: "all" (flexvarlen's, and transformers' own for contrast), or names; also
-            "transformers:sdpa" and similar. "all" leaves out on the CPU what compiles long.
-        comparisons: of `COMPARISONS`, or "all".
+            "transformers:sdpa" and similar. On the CPU "all" excludes backends that compile long.
+        comparisons: names in `COMPARISONS`, or "all".
         train: whether gradients are compared.
-        seed: of how the default batch is packed.
+        seed: random seed of the default batch's packing.
 
     Returns:
         A record for each comparison and backend.
 
     Raises:
-        ValueError: an unknown backend or comparison, or a batch that breaks the contract.
+        ValueError: a backend or comparison is unknown, or the batch breaks the contract.
         NotImplementedError: the model type is not verified.
         DeviceLost: a kernel broke the device.
     """
@@ -185,7 +187,7 @@ def cases_of(comparisons: Sequence[str], **shared: Any) -> list[ModelCase]:
     """A case for each comparison (of `COMPARISONS`, or "all"), with these other fields.
 
     Raises:
-        ValueError: an unknown comparison.
+        ValueError: a comparison is unknown.
     """
     names = checked_names("comparisons", comparisons, COMPARISONS)
     return [ModelCase(comparison=name, **shared) for name in names]
@@ -193,7 +195,7 @@ def cases_of(comparisons: Sequence[str], **shared: Any) -> list[ModelCase]:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """A case with its model (unpatched, with gradients of its own) and its documents."""
+    """A case with its model (unpatched, with separate gradients) and its documents."""
 
     case: ModelCase
     base: PreTrainedModel
@@ -219,9 +221,9 @@ class _Pairs:
             return run_model(compiled, row), packed, about | {"compiler": self.compiler}
 
     def _dtypes(self, backend: str) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
-        """bfloat16 (or the model's half precision) against float32 of the weights so rounded.
+        """bfloat16 (or the model's half precision) against float32 with the same rounded weights.
 
-        Where a backend has no float32, the other run is that of `sdpa`.
+        If a backend does not support float32, the other run uses `sdpa`.
         """
         found = run_model(self._variant(backend, self.base), self.row)
         wide = own_parameters(self.base, torch.float32)
@@ -235,6 +237,6 @@ class _Pairs:
     def _variant(self, name: str, base: PreTrainedModel) -> Variant:
         """A backend on the parameters of `base`; raises `Unsupported`."""
         if name.startswith(THEIRS) and isinstance(self.row, TreeBatch):
-            raise Unsupported(f"{name} takes no packed_layout of trees.")
+            raise Unsupported(f"{name} does not support a packed_layout of trees.")
         sizes = Sizes.of(self.row)
         return make_variant(name, base, sizes, train=self.case.train, or_forward=True)

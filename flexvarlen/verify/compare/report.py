@@ -43,7 +43,7 @@ def verdict(record: Record) -> str:
 
 
 def forward_only(record: Record) -> bool:
-    """Whether it has no backward where others have one: its speed is not to be compared."""
+    """Whether a record is forward-only while others have a backward: speeds are not comparable."""
     alone: bool = record.measures.get("passes", record.case["passes"]) != record.case["passes"]
     return alone
 
@@ -93,7 +93,7 @@ class Report:
 
     @property
     def measured(self) -> bool:
-        """Whether anything came out beside the baseline: a check, or a failure."""
+        """Whether there is a result besides the baseline: a check, or a failure."""
         return any(r.status == "failed" or "verdict" in r.measures for r in self.records)
 
     def verdict(self, backend: str, model: str | None = None) -> str:
@@ -104,7 +104,7 @@ class Report:
         """The record of a backend.
 
         Raises:
-            ValueError: there is none, or one for each of several models.
+            ValueError: there is no record, or one for each of several models.
         """
         found = [
             record
@@ -130,14 +130,14 @@ class Report:
         )
 
     def tables(self, width: int) -> list[Table]:
-        """A table for each model, of the columns that a terminal of this width has room for."""
+        """A table for each model, with the columns that fit into a terminal of this width."""
         return [
             replace(Report(tuple(own)).table(), title=model).narrowed(width, DISPENSABLE)
             for model, own in grouped(self.records, "model").items()
         ]
 
     def notes(self) -> list[str]:
-        """What did not run, and why; what is wrong with what did."""
+        """Sentences on variants that did not run, and on those that are wrong."""
         notes: dict[str, dict[str, None]] = {}
         for record in self.records:
             where = f"{record.case['model']}, {display_name(variant(record))}"
@@ -167,7 +167,7 @@ class Report:
         return f"Right, and no {unit} leaks: {_on_models(right)}{tail}."
 
     def markdown(self) -> str:
-        """A table for each model, with what it was measured on, and the notes."""
+        """A table for each model, with a description of the measurement, and the notes."""
         parts = []
         for records in records_alike(self.records, ("variant",)):
             own = Report(tuple(records))
@@ -176,7 +176,7 @@ class Report:
         return "\n\n".join([*parts, notes, self.sentence()]) + "\n"
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Append to records.jsonl; write table.md and the pictures; the folder is made.
+        """Append to records.jsonl; write table.md and the pictures; creates the folder.
 
         Returns:
             The paths.
@@ -186,7 +186,7 @@ class Report:
         return [home / "records.jsonl", *self.show(home)]
 
     def show(self, folder: str | Path) -> list[Path]:
-        """Write table.md and the pictures into a folder that is there; returns the paths."""
+        """Write table.md and the pictures into an existing folder; returns the paths."""
         from flexvarlen.verify.compare.figure import draw
 
         home = Path(folder)
@@ -202,19 +202,19 @@ class Report:
 
 
 def _on_models(records: Sequence[Record]) -> str:
-    """Which variants on which models, those of the same models together."""
+    """Which variants ran on which models; variants of the same models are grouped."""
     variants = grouped(records, "variant")
     together = grouped_by(variants, lambda x: ", ".join(r.case["model"] for r in variants[x]))
     return "; ".join(f"{', '.join(names)} on {models}" for models, names in together.items())
 
 
 def section(records: Sequence[Record]) -> str:
-    """The report of a page."""
+    """The report section of a page."""
     return Report(tuple(records)).markdown()
 
 
 def describe(records: Sequence[Record]) -> str:
-    """What the records of a model were measured on."""
+    """Describe the conditions under which a model's records were measured."""
     case = records[0].case
     mode = "compiled" if case["compiled"] else "eager"
     documents = f"{case['documents']} documents"
@@ -252,7 +252,7 @@ def _ms(record: Record) -> str:
 
 
 def _marked(cell: Any) -> Any:
-    """A cell of a cost, marked where it is the forward's alone."""
+    """A cost cell, marked if it is of the forward alone."""
 
     def marked(record: Record) -> str:
         text: str = cell(record)
@@ -280,9 +280,9 @@ COLUMNS = (
     Column("graph breaks", _compiled("graph_breaks", str)),
     Column("recompiles", _compiled("recompiles", str)),
 )
-"""Of a record. Columns that are empty in all records are left out."""
+"""Columns of a record. Columns that are empty in all records are not shown."""
 DISPENSABLE = (
     *("ms (p20–p80)", "recompiles", "argmax", "peak MiB"),
     *("graph breaks", "compile s", "gradients"),
 )
-"""Titles of the columns that a narrow terminal goes without, in this order; table.md has all."""
+"""Titles of the columns that narrow terminals drop, in this order; table.md has all."""

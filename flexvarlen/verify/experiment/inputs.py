@@ -194,9 +194,9 @@ FORMS = (
 
 
 def forms_of(attention: str) -> list[str]:
-    """Those of `FORMS` that an attention takes."""
-    theirs = attention.startswith(THEIRS)
-    return [form for form in FORMS if not (theirs and form == "packed_layout")]
+    """The names in `FORMS` that an attention supports."""
+    is_theirs = attention.startswith(THEIRS)
+    return [form for form in FORMS if not (is_theirs and form == "packed_layout")]
 
 
 def inputs_of(form: str, layout: PackedLayout, lengths: Sequence[int]) -> dict[str, Any]:

@@ -251,12 +251,12 @@ def _compared(backend: _Backend, reference: _Reference | None) -> tuple[dict[str
 
 
 def _differences(found: Results, other: Results) -> tuple[dict[str, Any], list[str]]:
-    """Of everything that both returned; it is wrong where it is not finite."""
-    ours, theirs = found.named(), other.named()
+    """Differences of all results that both returned; values that are not finite are wrong."""
+    results, other_results = found.named(), other.named()
     measures: dict[str, Any] = {}
     reasons = []
-    for name in [name for name in ours if name in theirs]:
-        difference = Difference.between(ours[name], theirs[name])
+    for name in [name for name in results if name in other_results]:
+        difference = Difference.between(results[name], other_results[name])
         measures |= difference.measures(name)
         if not math.isfinite(difference.error.max_abs):
             reasons.append(f"{name}: a value of the two results is not finite.")

@@ -193,11 +193,11 @@ def variant_names(backends: str | Sequence[str], device: torch.device) -> list[s
     names = backends.split(",") if isinstance(backends, str) else list(backends)
     names = [our_name(name.strip()) for name in names]
     if names == ["all"]:
-        theirs = ["sdpa", "sdpa@default_cache"]
+        of_transformers = ["sdpa", "sdpa@default_cache"]
         if device.type == "cuda":
-            theirs += ["flex_attention", "flash_attention_2"]
-            theirs += ["flash_attention_3"] if is_flash_attn_3_available() else []
-        return [*BACKENDS, "auto", *(THEIRS + name for name in theirs)]
+            of_transformers += ["flex_attention", "flash_attention_2"]
+            of_transformers += ["flash_attention_3"] if is_flash_attn_3_available() else []
+        return [*BACKENDS, "auto", *(THEIRS + name for name in of_transformers)]
     require_known(*names, option="backends")
     return list(dict.fromkeys(names))
 
@@ -213,9 +213,9 @@ def require_known(*names: str, option: str = "variant") -> None:
     """
     for name in names:
         kind, _, form = name.partition("@")
-        theirs = kind.startswith(THEIRS)
+        is_theirs = kind.startswith(THEIRS)
         known = forms_of(kind)
-        if form not in ("", *known) or not (theirs or kind in (*BACKENDS, "auto")):
+        if form not in ("", *known) or not (is_theirs or kind in (*BACKENDS, "auto")):
             raise UnknownVariant(
                 f"{option} must be auto, a backend ({', '.join(BACKENDS)}) or "
                 f"{THEIRS}<attn_implementation>, and may end in @{' or @'.join(known)}, "

@@ -27,28 +27,26 @@ from flexvarlen.patches.isolation.verify import verify_isolation
 class IsolationCallback(TrainerCallback):  # type: ignore[misc]
     """Ends the training with an `IsolationError` if a document sees another.
 
-    The batch is the collator's, of as many examples as a step has on one device, or the one given.
-    They are the first of the dataset, or others where these are a single document. Nothing is taken
-    from the data loader, and random generators, gradients and modes are left as they were, so that
-    a run with the callback trains as one without. The model runs in training mode, as Trainer wraps
-    it for mixed precision, not compiled, and without DDP. It is verified on the first process, or,
-    where parameters are sharded (FSDP, ZeRO-3), on all with the same batch. All raise if one does.
+    The collator makes the batch from as many examples as a step has on one device, unless a batch
+    is given. They are the first of the dataset, or others if these are a single document. The data
+    loader is not used, and random generators, gradients and modes are restored, so that training is
+    the same as without the callback. The model runs in training mode, as Trainer wraps it for mixed
+    precision, not compiled, and without DDP. It is verified on the first process or, with sharded
+    parameters (FSDP, ZeRO-3), on all processes with the same batch. All raise if one does.
 
     Args:
         every: verify again every `every` steps; None: only before the first.
-        examples: number of examples, taken from the start of the dataset, that make the batch.
-            None: as above.
-        batch: keyword arguments of a forward, in place of the dataset's; needed with an
+        examples: number of examples, from the start of the dataset, in the batch. None: as above.
+        batch: keyword arguments of a forward, instead of a batch from the dataset; needed with an
             `IterableDataset`.
-        gradients, documents, layout, seed: as in `verify_isolation`. With `every`, another seed
-            each time.
+        gradients, documents, layout, seed: as in `verify_isolation`; with `every`, the seed varies.
 
     Attributes:
-        reports: by the number of steps done.
+        reports: reports by the number of steps done.
 
     Raises:
         ValueError: `every` or `examples` is not positive.
-        NotImplementedError: when training starts: processes share rows (`context_parallel`).
+        NotImplementedError: processes share rows (`context_parallel`); raised when training starts.
 
     >>> trainer = Trainer(..., callbacks=[fv.IsolationCallback()])  # doctest: +SKIP
     """
@@ -65,9 +63,13 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
         seed: int = 0,
     ) -> None:
         if every is not None and every < 1:
-            raise ValueError(f"every must be at least 1, got {every}; None means only at first.")
+            raise ValueError(
+                f"every must be at least 1, got {every}; pass None to verify only once."
+            )
         if examples is not None and examples < 1:
-            raise ValueError(f"examples must be at least 1, got {examples}; None means a step's.")
+            raise ValueError(
+                f"examples must be at least 1, got {examples}; pass None for a step's."
+            )
         self.every, self.examples, self.batch, self.seed = every, examples, batch, seed
         self.options: dict[str, Any] = {
             "gradients": gradients,
@@ -83,14 +85,14 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
 
         Raises:
             IsolationError: a document sees another.
-            ValueError: an `IterableDataset` and no batch; else as `verify_isolation`.
+            ValueError: an `IterableDataset` needs a batch; or as in `verify_isolation`.
         """
         self._verify(args, state, kwargs["model"], kwargs["train_dataloader"])
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Verify each `every` steps. Raises as `on_train_begin`."""
+        """Verify every `every` steps. Raises as `on_train_begin`."""
         if self.every is not None and state.global_step % self.every == 0:
             self._verify(args, state, kwargs["model"], kwargs["train_dataloader"])
 
@@ -99,8 +101,8 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if shares_rows(model):
             raise NotImplementedError(
-                "IsolationCallback verifies whole rows, of which a process has a shard under "
-                "context_parallel; remove it, and call fv.verify_isolation before fv.patch_trainer."
+                "IsolationCallback verifies whole rows, but under context_parallel a process has "
+                "only a shard; remove it, and call fv.verify_isolation before fv.patch_trainer."
             )
         verifies = state.is_world_process_zero or is_sharded(model)
         with ExitStack() as stack:
@@ -123,16 +125,16 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def batch_of(loader: Any, indices: Iterable[int]) -> Mapping[str, Any]:
-    """What the loader's collator makes of those of these examples that its dataset has.
+    """The batch that the loader's collator makes of these examples, if the dataset has them.
 
     Raises:
-        ValueError: the dataset cannot be indexed; to iterate it could take from the training.
+        ValueError: the dataset cannot be indexed; iterating it could consume training data.
     """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise ValueError(
-            "batch must be given to IsolationCallback where the dataset can only be iterated, got "
-            f"a {type(dataset).__name__}; pass batch=, what the collator makes of a few examples."
+            "batch must be given to IsolationCallback if the dataset can only be iterated, got "
+            f"a {type(dataset).__name__}; pass batch=, the collator's output for a few examples."
         )
     return dict(loader.collate_fn([dataset[i] for i in indices if i < len(dataset)]))
 
@@ -140,19 +142,19 @@ def batch_of(loader: Any, indices: Iterable[int]) -> Mapping[str, Any]:
 def several_documents(
     loader: Any, size: int, layout: PackedLayout | None = None
 ) -> Mapping[str, Any]:
-    """A batch of `size` examples that holds two documents at least; of more, if there is none.
+    """A batch of `size` examples with at least two documents; of more examples if needed.
 
-    An example may be a document, or a whole row, where fixed shapes have no room for another. So
-    first come other offsets in the dataset, each twice the one before, and its end (packing puts
-    long documents into the first rows), then one more example at once.
+    An example may be a document, or a whole row, which leaves no room for another in a fixed shape.
+    So other offsets in the dataset are tried first, each twice the previous one, and its end
+    (packing puts long documents into the first rows), then one more example per batch.
 
     Args:
-        loader: its dataset and collator make the batch.
+        loader: provides the dataset and the collator.
         size: examples of a step on one device.
         layout: the documents, if the batch does not contain the boundaries.
 
     Raises:
-        ValueError: as `batch_of`; or one document everywhere, and a collator of no more examples.
+        ValueError: as in `batch_of`; or no batch that the collator accepts has two documents.
     """
 
     def is_enough(batch: Mapping[str, Any]) -> bool:
@@ -169,14 +171,14 @@ def several_documents(
         return batch_of(loader, range(size + 1))
     except ValueError as error:
         raise ValueError(
-            f"batch must hold at least two documents, got one in each {size} examples looked at, "
-            f"and the collator takes no {size + 1}; pass batch= to IsolationCallback, what the "
-            "collator makes of two short documents."
+            f"batch must contain at least two documents, but all batches of {size} examples that "
+            f"were tried have one, and the collator does not accept {size + 1}; pass batch= to "
+            "IsolationCallback, the collator's output for two short documents."
         ) from error
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether no process holds all parameters: FSDP's, or DeepSpeed ZeRO-3's."""
+    """Whether parameters are sharded over processes, by FSDP or DeepSpeed ZeRO-3."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(

@@ -1,4 +1,4 @@
-"""What `flexvarlen verify` does: a model, a packed batch in one of its forms, a verdict."""
+"""The command `flexvarlen verify`: verify a model on a packed batch in one of its forms."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LENGTHS = (5, 70, 98, 1, 30, 52)  # the third crosses token 128, the boundary of
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found of a model: a report, or a leak.
+    """The result for a model: a report, or a leak.
 
     Attributes:
-        attention: a backend, or "transformers:" and an implementation of theirs.
+        attention: a backend, or "transformers:" and one of its implementations.
         form: how documents are marked, as in `inputs_of`.
         lengths: tokens of each document.
     """
@@ -41,7 +41,7 @@ class Answer:
     leak: IsolationError | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The answer as data for JSON."""
         return {
             "model": self.model,
             "attention": self.attention,
@@ -60,13 +60,13 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     (5, 11, 1)
 
     Raises:
-        ValueError: not two or more numbers from 1 with commas between.
+        ValueError: the text is not two or more comma-separated numbers of at least 1.
     """
     parts = [part.strip() for part in text.split(",")]
     if len(parts) < 2 or not all(part.isdigit() and int(part) for part in parts):
         raise ValueError(
-            f"lengths must be two or more numbers from 1 with commas between, got {text!r}; give "
-            "one per document, as in 5,70,98."
+            f"lengths must be two or more comma-separated numbers of at least 1, got {text!r}; "
+            "give one per document, as in 5,70,98."
         )
     return tuple(int(part) for part in parts)
 
@@ -99,7 +99,7 @@ def ask(
         train: whether the model is in training mode.
 
     Raises:
-        ValueError, NotImplementedError, Unsupported: the model cannot be loaded, or not run so.
+        ValueError, NotImplementedError, Unsupported: the model cannot be loaded or run this way.
     """
     model, _ = build_model(name, device=device, dtype=dtype, seed=seed)
     if attention.startswith(THEIRS):
@@ -150,5 +150,5 @@ COLUMNS = (
 
 
 def table_of(answers: Sequence[Answer], width: int) -> RichTable:
-    """A line for each model, or a column where `width` has no room for that."""
+    """A table with a line for each model, or a column if lines do not fit into `width`."""
     return Table.of(answers, COLUMNS, is_bad=lambda answer: answer.leak is not None).rich(width)

@@ -1,6 +1,6 @@
 """A pytest fixture that verifies isolation, for the tests of models and of training code.
 
-It is no pytest plugin: that would import torch at the start of every pytest run on the machine.
+It is not a pytest plugin, which would import torch at the start of every pytest run on the machine.
 Import the fixture in a test module or in conftest.py:
 
     from flexvarlen.verify.isolation.fixture import isolation_verifier  # noqa: F401
@@ -29,10 +29,10 @@ __all__ = ["isolation_verifier", "packed_batch"]
 def packed_batch(
     model: nn.Module, lengths: Sequence[int] = LENGTHS, *, seed: int = 0
 ) -> PackedBatch:
-    """Documents of random tokens of the model's vocabulary, in one row.
+    """Pack documents of random tokens of the model's vocabulary into one row.
 
     Raises:
-        ValueError: no transformers model inside, or lengths below 1.
+        ValueError: there is no transformers model inside, or a length is below 1.
     """
     vocabulary = int(transformers_model(model).config.get_text_config().vocab_size)
     return PackedBatch.random(lengths, vocabulary, seed)
@@ -43,8 +43,8 @@ def isolation_verifier(record_property: Any) -> Callable[..., dict[str, Isolatio
     """A function that raises `IsolationError` if the model lets a document see another.
 
     Its arguments are `model`; `batch`, keyword arguments of the forward (default:
-    `packed_batch(model)`, handed over as input_ids and position_ids); `modes`, of the model
-    (default: "eval" and "train"; each module is in its own again afterwards); and the options of
+    `packed_batch(model)`, passed as input_ids and position_ids); `modes` of the model (default:
+    "eval" and "train"; each module's mode is restored afterwards); and the options of
     `verify_isolation`. It returns the reports by mode, and writes their sentences into pytest's
     report (`--junitxml`).
 
@@ -61,7 +61,7 @@ def isolation_verifier(record_property: Any) -> Callable[..., dict[str, Isolatio
     ) -> dict[str, IsolationReport]:
         __tracebackhide__ = True
         if not modes or not set(modes) <= {"eval", "train"}:
-            raise ValueError(f'modes must be of "eval" and "train", got {modes!r}; name one.')
+            raise ValueError(f'modes must be among "eval" and "train", got {modes!r}; pass one.')
         inputs = packed_batch(model) if batch is None else batch
         reports = {}
         for mode in modes:

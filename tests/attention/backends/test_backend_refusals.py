@@ -138,7 +138,7 @@ def test_missing_package_says_how_to_get_it(monkeypatch, name, package, remedy):
     assert f"{name} needs" in reason
     assert package in reason
     assert re.search(remedy, reason)
-    assert (name == "flex_fa4") ^ ("kernels, which loads that, is not installed" in reason)
+    assert (name == "flex_fa4") ^ ("kernels, which loads it, is not installed" in reason)
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_fa4_that_does_not_import_is_refused(hopper, monkeypatch):
         found = set(pool.map(lambda _: fa4_package.package_refusal("fa4", hopper), range(4)))
     fa4_package._import_problem.cache_clear()
     (reason,) = found
-    assert ": it does not import here (RuntimeError: cutlass is another)" in reason
+    assert ": it cannot be imported here (RuntimeError: cutlass is another)" in reason
     assert reason.endswith("pip install --force-reinstall --no-deps flash-attn-4.")
     assert os.environ == before
 

@@ -97,7 +97,9 @@ OF_ROWS = [
 def test_row_adapters_are_refused(adapter):
     """Added before or after, packed or padded; every public function refuses it."""
     adapter = config(adapter) if isinstance(adapter, str) else adapter
-    refused = pytest.raises(NotImplementedError, match=f"on a row, .* got {type(adapter).__name__}")
+    refused = pytest.raises(
+        NotImplementedError, match=f"act on each token alone, .* got {type(adapter).__name__}"
+    )
     before = tuned(adapter)
     with refused:
         fv.patch_model(before, "sdpa")

@@ -119,7 +119,7 @@ def test_table_of_models_fits_a_narrow_terminal():
     report = DriftReport((record,))
     (whole,), (narrow,) = report.tables(), report.tables(70)
     assert whole.width > 70 >= narrow.width
-    assert narrow.notes == ("Without room in 70 columns: log-probability, KL.",)
+    assert narrow.notes == ("Not shown in 70 columns: log-probability, KL.",)
 
 
 def test_models_have_a_table_a_dtype_and_a_sentence():

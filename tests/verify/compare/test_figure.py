@@ -50,7 +50,7 @@ def test_each_model_has_a_table_that_fits_the_terminal(width):
     assert [table.title for table in tables] == ["m", "n"]
     assert all(table.width <= width for table in tables)
     assert tables[0].header[:3] == ("backend", "verdict", "leaks")
-    assert [note[:12] for note in tables[0].notes] == ["Without room"] * (width < 140)
+    assert [note[:9] for note in tables[0].notes] == ["Not shown"] * (width < 140)
 
 
 @pytest.mark.parametrize("factor", [1.0, 51.0, 8e5, 3e9])

@@ -182,8 +182,8 @@ def test_lost_device_fails_the_others(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"backends": ["flsh"]}, "backends must be all, or of"),
-        ({"comparisons": ["exat"]}, "comparisons must be all, or of"),
+        ({"backends": ["flsh"]}, "backends must be all, or among"),
+        ({"comparisons": ["exat"]}, "comparisons must be all, or among"),
     ],
 )
 def test_unknown_name_is_taken(options, sentence):

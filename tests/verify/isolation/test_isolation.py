@@ -92,7 +92,7 @@ def test_padded_rows_of_an_unpatched_model_pass(model):
     ("change", "words"),
     [
         ({"documents": 0}, "documents must be at least 1"),
-        ({"documents": [7]}, "documents must be numbers from 0 to 4"),
+        ({"documents": [7]}, "documents must be indices from 0 to 4"),
         ({"layout": fv.PackedLayout.from_lengths([5, 5])}, "layout must cover"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from tests.verify.isolation.isolation_ranks import sentence
 
-WHOLE = "NotImplementedError: verify_isolation runs whole rows on each rank, got "
+WHOLE = "NotImplementedError: verify_isolation needs whole rows on each rank, got "
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,6 @@ def test_rows_of_one_document_are_passed_over(before):
 
 def test_no_two_documents_fit():
     loader = loader_of([row_of(16)] * 5, fv.PackedCollator(**ROWS))
-    with pytest.raises(ValueError, match=r"at least two documents, got one .*; pass batch=") as e:
+    with pytest.raises(ValueError, match=r"at least two documents, but .*; pass batch=") as e:
         several_documents(loader, 1)
     assert "total_tokens=16" in str(e.value.__cause__)

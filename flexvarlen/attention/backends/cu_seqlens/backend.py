@@ -21,12 +21,12 @@ from flexvarlen.mask.document_mask import DocumentMask
 
 
 class Boundaries(NamedTuple):
-    """The boundaries passed to a kernel: those of the documents, or of their chunks.
+    """The boundaries passed to a kernel, of documents or of their chunks.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32 `[N + 1]`.
         bound_q, bound_k: upper bounds on document length.
-        masked_T: queries before the last boundary whose output is zero nevertheless, bool `[T]`.
+        masked_T: queries before the last boundary whose output must be zero, bool `[T]`.
     """
 
     cu_seqlens_q: Tensor
@@ -85,7 +85,7 @@ class CuSeqlensBackend:
     # ---- as a `Backend` ----
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Require the kernel; refuse prefixes, and masks or features that it has not."""
+        """Require the kernel; refuse prefixes, and masks or features that it lacks."""
         return (
             self.why_missing(call.device)
             or self._why_not_mask(call)
@@ -106,8 +106,8 @@ class CuSeqlensBackend:
         if spec.top_left:
             return (
                 f"{self.name} aligns the last query with the last key of layout_k, got "
-                "align='top_left'; use backend='flex', pass align='bottom_right', or no layout_k "
-                "where each document has as many keys as queries."
+                "align='top_left'; use backend='flex', pass align='bottom_right', or remove "
+                "layout_k if each document has as many keys as queries."
             )
         if not self.has_windows and (spec.left, spec.right) not in ((-1, 0), (-1, -1)):
             return f"{self.name} has no sliding windows; use backend='flex'."
@@ -141,7 +141,7 @@ class CuSeqlensBackend:
         mask: DocumentMask,
         plan: Boundaries | Levels,
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the kernel once for all documents; of trees as `levels.py` says."""
+        """Call the kernel once for all documents; for trees, see `levels.py`."""
         compiling = torch.compiler.is_compiling()
         traced = is_traced()
         out_THD: Tensor

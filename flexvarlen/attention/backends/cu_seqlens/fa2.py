@@ -1,4 +1,4 @@
-"""`fa2`: FlashAttention-2, of the package flash-attn or of the Hub; imported on first use."""
+"""`fa2`: FlashAttention-2, from the package flash-attn or the Hub; imported on first use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FlashAttention2Backend(FlashAttentionBackend):
         try:
             from flash_attn import flash_attn_interface
         except ImportError as error:
-            return f"flash-attn does not import here ({error}), as it is built for another torch"
+            return f"flash-attn cannot be imported here ({error}), as it is built for another torch"
         return flash_attn_interface
 
     def forward(

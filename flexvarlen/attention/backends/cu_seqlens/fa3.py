@@ -1,7 +1,7 @@
-"""`fa3`: FlashAttention-3, of an installed package or of the Hub; imported on first use.
+"""`fa3`: FlashAttention-3, from an installed package or the Hub; imported on first use.
 
-Importing either registers operators: `torch.ops.flash_attn_3`, or those of the Hub's module. We
-call them by keyword, because the arguments of the Python functions change between releases.
+Importing either registers operators, in `torch.ops.flash_attn_3` or in the Hub's module. We call
+them by keyword, because the arguments of the Python functions change between releases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`fa4`: FlashAttention-4, of the package flash-attn-4 or of the Hub; imported on first use."""
+"""`fa4`: FlashAttention-4, from the package flash-attn-4 or the Hub; imported on first use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FlashAttention4Backend(FlashAttentionBackend):
         return import_module(INTERFACE) if problem is None else f"flash_attn.cute: {problem}"
 
     def from_hub(self, device: torch.device) -> hub.HubKernel | hub.NotLoaded:
-        """Return the kernel of the Hub that is on disk; it caches what it compiles, as FA4 does."""
+        """Return the Hub's kernel that is on disk; it caches compiled kernels, as FA4 does."""
         with importing(device):
             return hub.on_disk(self.name)
 

@@ -1,8 +1,8 @@
 """What `fa2`, `fa3` and `fa4` share: an installed package, else a kernel of the Hub.
 
-The kernel is found once a process. What it can do beyond its package's documentation is read from
-the parameters of its functions. Sinks are never handed to it: `kernel.py` applies them, so they
-have gradients, which some kernels of the Hub do not give.
+The kernel is found once per process. Its features are read from the parameters of its functions.
+Sinks are never passed to it: `kernel.py` applies them, so that they have gradients, which some
+kernels of the Hub lack.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FlashAttentionBackend(CuSeqlensBackend):
     """A FlashAttention package over cu_seqlens. Subclasses say where its functions are."""
 
     package: str
-    """The package in words."""
+    """The name of the package in messages."""
     install: str
     """How to install it, as the end of a sentence."""
     hub_path: str
@@ -42,7 +42,7 @@ class FlashAttentionBackend(CuSeqlensBackend):
         self._kernel: Kernel | None = None
 
     def installed(self, device: torch.device) -> Any:
-        """Return what has the functions of the installed package, or a str, why it has none."""
+        """Return the object with the installed package's functions, or a str why there is none."""
         raise NotImplementedError
 
     def from_hub(self, device: torch.device) -> hub.HubKernel | hub.NotLoaded:
@@ -53,7 +53,7 @@ class FlashAttentionBackend(CuSeqlensBackend):
         """Return the kernel, which is found at the first call.
 
         Raises:
-            NotImplementedError: there is none.
+            NotImplementedError: there is no kernel.
         """
         found = self._kernel or self._find(device)
         if isinstance(found, str):
@@ -67,7 +67,7 @@ class FlashAttentionBackend(CuSeqlensBackend):
         return found if isinstance(found, str) else None
 
     def _find(self, device: torch.device) -> Kernel | str:
-        """The kernel, or the sentence why there is none."""
+        """The kernel, or a sentence why there is none."""
         holder, origin = self.installed(device), self.package
         if isinstance(problem := holder, str):
             kernel = self.from_hub(device)
@@ -86,7 +86,7 @@ class FlashAttentionBackend(CuSeqlensBackend):
         return Kernel(_plain(forward), _plain(backward), origin)
 
     def why_lacking(self, call: AttentionCall) -> str | None:
-        """Refuse what the functions of this kernel have no parameter for."""
+        """Refuse features for which the functions of this kernel have no parameter."""
         forward, backward, origin = self.kernel(call.device)
         if call.needs_grad and backward is None:
             return f"{origin} has no backward; use torch.no_grad(), or backend='flex'."
@@ -102,7 +102,7 @@ class FlashAttentionBackend(CuSeqlensBackend):
 
 
 def _plain(function: Any) -> Any:
-    """What to call of an operator: this code already runs inside one."""
+    """The function to call for an operator, as this code already runs inside one."""
     if isinstance(function, torch._ops.OpOverloadPacket):
         return function.default
     return getattr(function, "_init_fn", function)

@@ -1,8 +1,9 @@
 """FlashAttention kernels of the Hub, which the package `kernels` loads.
 
-`on_disk` reads the disk alone: a folder of LOCAL_KERNELS, else the cache of the Hub. `download`
-asks the Hub, so it is called only where a user names the backend, or asks for it. The repositories
-and their versions are those that the installed transformers loads, and so is that of `kernels`.
+`on_disk` only reads the disk: a folder of LOCAL_KERNELS, else the cache of the Hub. `download`
+accesses the Hub, so it is called only if a user names the backend or requests the download. The
+repositories, their versions and that of `kernels` are the ones that the installed transformers
+loads.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class Repository(NamedTuple):
 
     Attributes:
         name: its owner and name.
-        versions: the major version that transformers loads, by the release of transformers since
-            which it does, the newest first.
-        extra: of `kernels`, with the packages that the kernel imports.
-        other_names: repositories of the same kernel that transformers takes too.
+        versions: pairs of a release of transformers and the major version that it loads from then
+            on, the newest first.
+        extra: the extra of `kernels` with the packages that the kernel imports.
+        other_names: repositories of the same kernel that transformers also accepts.
     """
 
     name: str
@@ -62,7 +63,7 @@ REPOSITORIES = {
     ),
     "fa4": Repository("kernels-community/flash-attn4", (("5.17", 0),), extra="curated"),
 }
-"""By backend. On ROCm transformers loads aiter-flash-attn, whose functions give no LSE."""
+"""Repositories by backend. On ROCm, transformers loads aiter-flash-attn, which returns no LSE."""
 
 BACKEND_OF = {
     name: backend
@@ -73,7 +74,7 @@ BACKEND_OF = {
 
 
 class HubKernel(NamedTuple):
-    """A kernel that is loaded: its module, and where it is from, with its build."""
+    """A loaded kernel: its module, and its origin and build."""
 
     module: ModuleType
     origin: str
@@ -88,18 +89,18 @@ class NotLoaded(NamedTuple):
 
 _loaded: dict[str, HubKernel] = {}
 _not_downloaded: dict[str, NotLoaded] = {}
-"""By backend, the kernels of this process, and why a download failed."""
+"""By backend, the kernels loaded in this process, or why a download failed."""
 
 _loading = threading.RLock()
 
 
 def origin(backend: str) -> str | None:
-    """Where the backend's kernel is from, if it is one of the Hub that this process has loaded."""
+    """The origin of the backend's kernel, if this process has loaded it from the Hub."""
     return _loaded[backend].origin if backend in _loaded else None
 
 
 def on_disk(backend: str) -> HubKernel | NotLoaded:
-    """The backend's kernel on this machine's disk, imported; asks no network."""
+    """Import the backend's kernel from this machine's disk, without network access."""
     repository = REPOSITORIES[backend]
     problem = problem_of_kernels(backend)
     if problem is not None:
@@ -116,7 +117,7 @@ def on_disk(backend: str) -> HubKernel | NotLoaded:
             found = _imported(repository, folder, remedy)
             if isinstance(found, NotLoaded):
                 return _not_downloaded.get(backend, found)
-            if local:  # whose files may change while its id does not
+            if local:  # its files may change while its id does not
                 found = found._replace(origin=f"{found.origin} of LOCAL_KERNELS, {_date(folder)}")
             _loaded[backend] = found
         return _loaded[backend]
@@ -131,7 +132,7 @@ def download(backend: str) -> None:
     repository = REPOSITORIES[backend]
     if is_offline() or problem_of_kernels(backend) or _local_folder(repository) is not None:
         return
-    # Of httpx or httpx2, whichever it asks with.
+    # An error of httpx or httpx2, whichever huggingface_hub uses.
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
     how = {"revision": f"v{repository.version}", "user_agent": {"framework": "flexvarlen"}}
@@ -139,7 +140,7 @@ def download(backend: str) -> None:
     _not_downloaded.pop(backend, None)
     try:
         import_module("kernels").install_kernel(repository.name, **how)
-    except errors as error:  # of the network; no build for this machine; no such version
+    except errors as error:  # network errors; no build for this machine; no such version
         _not_downloaded[backend] = NotLoaded(
             f"{repository} cannot be downloaded ({_line(error)})",
             f"set LOCAL_KERNELS={repository.name}=FOLDER to a copy",
@@ -167,7 +168,7 @@ def _imported(repository: Repository, folder: Path, remedy: str) -> HubKernel | 
 
 
 def _date(folder: Path) -> int:
-    """When the newest file was changed, apart from what Python compiles, in ns."""
+    """When the newest file was changed, in ns; files that Python compiles are ignored."""
     files = (x for x in folder.rglob("*") if x.is_file() and x.suffix != ".pyc")
     return max((file.stat().st_mtime_ns for file in files), default=0)
 
@@ -180,25 +181,24 @@ def _line(error: Exception) -> str:
 
 
 def requirement(backend: str) -> str:
-    """What pip installs to load the backend's kernel: `kernels` as the installed transformers asks.
+    """The pip requirement of the backend's kernel: `kernels`, as transformers requires it.
 
     >>> requirement("fa3").startswith("kernels")
     True
     """
     extra = REPOSITORIES[backend].extra
-    asked = _requirement()
-    return f"kernels{f'[{extra}]' if extra else ''}{asked.specifier}"
+    return f"kernels{f'[{extra}]' if extra else ''}{_requirement().specifier}"
 
 
 @cache
 def _requirement() -> Requirement:
     found = [Requirement(text) for text in requires("transformers") or ()]
-    asked = [
+    required = [
         x
         for x in found
         if x.name == "kernels" and x.marker is not None and x.marker.evaluate({"extra": "kernels"})
     ]
-    return (asked or [Requirement("kernels")])[0]
+    return (required or [Requirement("kernels")])[0]
 
 
 def problem_of_kernels(backend: str) -> NotLoaded | None:
@@ -211,12 +211,12 @@ def problem_of_kernels(backend: str) -> NotLoaded | None:
     except PackageNotFoundError:
         installed = None
     if installed is None:
-        return NotLoaded("kernels, which loads that, is not installed", remedy)
-    asked = _requirement().specifier
-    if asked.contains(installed, prereleases=True):
+        return NotLoaded("kernels, which loads it, is not installed", remedy)
+    required = _requirement().specifier
+    if required.contains(installed, prereleases=True):
         return None
     release = f"transformers {version('transformers')}"
-    return NotLoaded(f"kernels is {installed}, and {release} needs kernels{asked}", remedy)
+    return NotLoaded(f"kernels is {installed}, and {release} needs kernels{required}", remedy)
 
 
 # ---- the disk ----
@@ -240,8 +240,8 @@ def _local_folder(repository: Repository) -> Path | None:
 def _cached_folder(repository: Repository) -> Path | None:
     """The snapshot of the version in the cache of the Hub.
 
-    It is that of the version's branch or, as `kernels` also downloads commits, which are of no
-    branch, the newest with a build that says that it is of this version.
+    It is the snapshot of the version's branch or, as `kernels` also downloads commits without a
+    branch, the newest snapshot with a build of this version.
     """
     from huggingface_hub import constants
 
@@ -261,12 +261,12 @@ def _cached_folder(repository: Repository) -> Path | None:
 
 
 def _builds(folder: Path) -> list[dict[str, Any]]:
-    """What the builds of a repository say of themselves, as far as it can be read."""
+    """The metadata of a repository's builds, as far as they can be read."""
     found = []
     for pattern in ("build/*/metadata.json", "*/metadata.json", "metadata.json"):
         for file in folder.glob(pattern):
             try:
                 found.append(json.loads(file.read_text(encoding="utf-8")))
-            except (OSError, ValueError):  # a download that was cut off
+            except (OSError, ValueError):  # an interrupted download
                 continue
     return [build for build in found if isinstance(build, dict)]

@@ -1,4 +1,4 @@
-"""Attention over trees by cu_seqlens kernels: a call for the segments and one for each level.
+"""Attention over trees with cu_seqlens kernels: one call for the segments and one per level.
 
 The tokens below a segment follow it directly and see all of it. So one causal call attends inside
 each segment; then, for each level, one call without a mask attends from the tokens below the
@@ -40,13 +40,13 @@ class Levels(NamedTuple):
 
     @classmethod
     def of(cls, segments: Segments) -> Levels:
-        """The boundaries of these trees. No sync; traces under `fullgraph=True`."""
+        """Make the boundaries of these trees. No sync; traces under `fullgraph=True`."""
         make = _operator if torch.compiler.is_compiling() else _boundaries
         return cls(segments.table[0], make(segments.table, segments.max_depth - 1))
 
 
 def _boundaries(table: Tensor, levels: int) -> Tensor:
-    """`Levels.above`.
+    """Make `Levels.above`.
 
     Two slots for each segment. The first: its tokens as queries, unless it lies below the level,
     and no keys. The second: its tokens as keys; as queries the tokens below it, if it is on the
@@ -63,7 +63,7 @@ def _boundaries(table: Tensor, levels: int) -> Tensor:
 
 
 def _row_length(table: Tensor) -> int:
-    """Of a row of `Levels.above`: ends of two slots for each segment, a multiple of 16 bytes."""
+    """Length of a row of `Levels.above`: ends of two slots per segment, a multiple of 16 bytes."""
     ends = 2 * table.shape[1] - 1
     return ends + -ends % 4
 
@@ -80,7 +80,7 @@ _UNMASKED = MaskSpec.of(causal=False, cross=True)
 
 
 class _LevelCall(NamedTuple):
-    """The arguments of one call of a kernel, behind its tensors."""
+    """The arguments of one kernel call, after its tensors."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -114,9 +114,10 @@ def forward(
     sizes: KernelSizes,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    """As `kernel.forward`, for the fields of `Levels` instead of cu_seqlens.
+    """As `kernel.forward`, with the fields of `Levels` instead of cu_seqlens.
 
-    In `sizes`, `documents` counts segments, `longest_q` is of trees and `longest_k` of segments.
+    In `sizes`, `documents` counts segments, `longest_q` is the longest tree and `longest_k` the
+    longest segment.
     """
     first, *others = _calls(inside, above, sizes, call)
     out_THD, lse_HT = kernels.forward(kernel, q_THD, k_THD, v_THD, None, *first)
@@ -133,9 +134,9 @@ def forward(
 def merge(
     out_THD: Tensor, lse_HT: Tensor, next_out_THD: Tensor, next_lse_HT: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, in `dtype`, and the LSE of the calls before and the next one together.
+    """Merge the next call into the previous ones; return the output, in `dtype`, and the LSE.
 
-    Where a call sees nothing its LSE may be +inf, as FA2's is.
+    For queries that see no keys in a call, its LSE may be +inf, as FA2's is.
 
     Returns new tensors: several threads of a Triton program may hold the same token, so that an
     in-place store could be read back by a slower one.
@@ -146,7 +147,7 @@ def merge(
         return merge_in_one_launch(out_THD, lse_HT, next_out_THD, next_lse_HT, dtype)
     each_HT = [x.masked_fill(x == float("inf"), float("-inf")) for x in (lse_HT, next_lse_HT)]
     both_HT = torch.logaddexp(*each_HT)
-    share, next_share = (  # 0 of what sees nothing; NaN stays
+    share, next_share = (  # 0 for queries that see nothing; NaN stays
         torch.where(x == float("-inf"), 0, (x - both_HT).exp()).T[..., None] for x in each_HT
     )
     return (out_THD * share + next_out_THD * next_share).to(dtype), both_HT

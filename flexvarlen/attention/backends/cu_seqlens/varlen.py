@@ -88,8 +88,8 @@ class VarlenBackend(CuSeqlensBackend):
         """As `CuSeqlensKernel`."""
         if call.ordered_backward and not torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(
-                f"varlen was asked for a deterministic backward, and {SWITCH} no longer holds; "
-                "leave it on until the backward has run."
+                f"varlen was asked for a deterministic backward, but {SWITCH} no longer holds; "
+                "keep it on until the backward has run."
             )
         if call.batch_invariant:
             boundaries = one_split(boundaries, call.num_heads)

@@ -36,7 +36,7 @@ def _merge(
     after = tl.load(next_lse + at, mask=in_row, other=float("-inf"))
     before = tl.where(before == float("inf"), float("-inf"), before)
     after = tl.where(after == float("inf"), float("-inf"), after)
-    sees = after != float("-inf")  # else nothing changes; NaN is passed on
+    sees = after != float("-inf")  # else nothing changes; NaN propagates
     most = tl.where(sees, tl.maximum(before, after), 0.0)
     both = most + tl.log(tl.exp(before - most) + tl.exp(after - most))
     tl.store(merged_lse + at, tl.where(sees, both, before), mask=in_row)
@@ -46,7 +46,7 @@ def _merge(
     cells = (tokens.to(tl.int64)[:, None] * heads + head) * HEAD_DIM + lane[None, :]
     wanted = in_row[:, None] & (lane < HEAD_DIM)[None, :]
     x = tl.load(out + cells, mask=wanted, other=0.0).to(tl.float32)
-    # Where nothing is seen it is 0, or NaN: kernels report NaN scores as nothing seen, too.
+    # Without visible keys it is 0, or NaN: kernels report NaN scores as no visible keys, too.
     y = tl.load(next_out + cells, mask=wanted, other=0.0).to(tl.float32)
     tl.store(merged + cells, (x * share + y * next_share).to(merged.dtype.element_ty), mask=wanted)
 
@@ -67,6 +67,6 @@ def merge_in_one_launch(
 
 @lru_cache
 def _launcher(head_dim: int, *dtypes: torch.dtype) -> Launcher:
-    """One for each signature."""
+    """Return the launcher for a signature."""
     lanes = triton.next_power_of_2(head_dim)
     return Launcher(_merge, {"HEAD_DIM": head_dim, "LANES": lanes, "TOKENS": TOKENS})
