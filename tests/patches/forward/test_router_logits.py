@@ -58,6 +58,9 @@ def given_in(form: str):
     return batch, forms.given(way, batch, *beside)
 
 
+TRACED = {"mixtral": {"num_hidden_layers": 1}, "gpt_oss": {}}  # which needs both kinds of layers
+
+
 def model_of(kind: str, **changes):
     """In fp64, so that what is left is a difference in meaning; its auxiliary loss counts a lot."""
     return new_model(kind, router_aux_loss_coef=0.5, **changes).double()
@@ -128,7 +131,7 @@ def test_as_the_config_asks_too(form):
 def test_in_one_graph(kind, form):
     torch._dynamo.reset()
     batch, inputs = given_in(form)
-    model = fv.patch_model(model_of(kind, num_hidden_layers=1), "reference").train()
+    model = fv.patch_model(model_of(kind, **TRACED[kind]), "reference").train()
     model.set_experts_implementation("batched_mm")  # eager loops over experts, on the host
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
@@ -138,7 +141,7 @@ def test_in_one_graph(kind, form):
         others = {name: x.roll(3, dims=1) for name, x in inputs.items()}
     compiled(batch.ids, labels=batch.ids, output_router_logits=True, **others)
     out = compiled(batch.ids, labels=batch.ids, output_router_logits=True, **inputs)
-    check(model, out, apart(kind, batch, num_hidden_layers=1))
+    check(model, out, apart(kind, batch, **TRACED[kind]))
     assert counter.frame_count == 1
     torch._dynamo.reset()
 
@@ -211,7 +214,7 @@ def test_each_sample_of_a_tree_counts(family, chosen, checkpointing):
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_trees_in_one_graph(family):
     torch._dynamo.reset()
-    model = fv.patch_model(balanced_model(family, num_hidden_layers=1), "reference")
+    model = fv.patch_model(balanced_model(family, **TRACED[family]), "reference")
     model.set_experts_implementation("batched_mm")  # eager loops over experts, on the host
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
@@ -221,7 +224,7 @@ def test_trees_in_one_graph(family):
     for chosen in (texts, texts[:3], [*texts[2:], texts[0]]):
         out, expected = (
             compiled(**tree_of(chosen, **sizes)),
-            padded_run(balanced_model(family, num_hidden_layers=1), chosen)[0],
+            padded_run(balanced_model(family, **TRACED[family]), chosen)[0],
         )
         for name in ("loss", "aux_loss"):
             torch.testing.assert_close(out[name], expected[name], rtol=1e-5, atol=0)
