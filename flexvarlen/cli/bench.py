@@ -72,7 +72,8 @@ def _run(names: Sequence[str], options: Options, request: RunRequest, list_cases
         )
     if len(names) > 1 and options.variants is not None:
         raise ValueError(
-            f"variants must be of one suite, got {','.join(options.variants)!r} for all; name a suite."
+            f"variants must be of one suite, got {','.join(options.variants)!r} for all; name a "
+            "suite."
         )
     for suite in found if options.text else ():
         if not suite.reads_text:
