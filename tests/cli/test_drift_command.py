@@ -165,7 +165,7 @@ def test_lost_device_ends_with_a_traceback(run, monkeypatch, tmp_path, command):
     result = run(*command)
     assert result.exit_code == 2, result.output
     assert "reference lost the device" in said(result)
-    assert "run again to go on" in said(result)
+    assert "run again to continue" in said(result)
     lost = [r for r in records_in(tmp_path) if r.measures.get("fatal")]
     assert {r.case["variant"] for r in lost} == {"reference"}
     monkeypatch.undo()
@@ -225,7 +225,7 @@ def test_file_of_something_else_is_a_traceback(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "records.jsonl").write_text('{"x": 1}\n')
     result = run(*OP)
-    assert (result.exit_code, said(result)[:25]) == (2, "records.jsonl must hold r")
+    assert (result.exit_code, said(result)[:25]) == (2, "records.jsonl must contai")
 
 
 def test_importing_the_command_brings_plotting_or_comparison_along():
