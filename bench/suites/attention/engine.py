@@ -284,7 +284,9 @@ class _CaseMeasurement:
             culprit = running if isinstance(running, str) else running[-1]
             reason = f"{culprit} lost the device: {one_line(error)}"
             self.record_failure(culprit, "failed", reason, {"fatal": True})
-            raise DeviceLost(f"{reason}; run again to continue", list(self.found.values())) from error
+            raise DeviceLost(
+                f"{reason}; run again to continue", list(self.found.values())
+            ) from error
 
 
 def _now(options: Options) -> float:
