@@ -42,7 +42,8 @@ LOST_DOCUMENTS = (
 
 CONTEXT = "flexvarlen"
 """The keyword that passes what a forward found to the layers of a patched model: a `PackedForward`,
-an `Unpacked` or, from a head to its base model, a `PaddedBatch`."""
+an `Unpacked`, in a vision tower a `PackedVision` or, from a head to its base model, a
+`PaddedBatch`."""
 
 BackendChoice = str | Mapping[str, str]
 """A backend's name for all layers, or one for each of the model's layer types."""
@@ -87,13 +88,13 @@ class Stages(NamedTuple):
     `forward/stages.py` chooses them when a model is patched, and `forward/steps.py` calls them.
 
     Attributes:
-        arguments: (module, arguments) -> None, before the arguments are read.
+        arguments: (module, patch, arguments) -> None, before the arguments are read.
         batch: (given) -> given, or the arguments of a head whose base model makes the packed row.
-        documents: (given, layout, several) -> None: refuse what these documents do not go with.
+        checks: (given, layout, several) -> None: refuse what these documents do not go with.
         positions: (given, layout, several) -> position_ids, or None.
         targets: (given, layout, several) -> `Targets`.
         pooled_tokens: (given, layout, several) -> those that a pooler reads; None without one.
-        recurrent: (module, patch, layout) -> `RecurrentDocuments`; None without such layers.
+        recurrent: (text tower, patch, layout) -> `RecurrentDocuments`; None without such layers.
         keywords: by which the layers get the documents.
         head: (given, row, packed, arguments) -> None: change the arguments of a head.
         outputs: (module, row, outputs) -> None: change the outputs of a base model.
@@ -101,7 +102,7 @@ class Stages(NamedTuple):
 
     arguments: tuple[Callable[..., None], ...]
     batch: tuple[Callable[..., Any], ...]
-    documents: tuple[Callable[..., None], ...]
+    checks: tuple[Callable[..., None], ...]
     positions: Callable[..., Any]
     targets: Callable[..., Any]
     pooled_tokens: Callable[..., Any] | None

@@ -85,7 +85,7 @@ class DocumentRow:
         return type(self)(**(self.__getstate__() | fields))
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
-        """The same layout with `move` of its tensors; those on the host stay."""
+        """The same layout with each tensor replaced by `move(tensor)`, except those on the host."""
         return self.replace(
             cu_seqlens=move(self.cu_seqlens),
             padding=None if self.padding is None else move(self.padding),

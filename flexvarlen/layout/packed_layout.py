@@ -36,8 +36,9 @@ class PackedLayout(DocumentRow):
         padding: bool `[T]`, True at tokens of padding runs inside the row, or None when there are
             none. Each run is a slot of its own in `cu_seqlens`; its tokens attend to nothing, and
             their outputs are zero.
+        has_padding: whether any token is padding, or None when only the device knows.
         launch: the sizes that cu_seqlens kernels are launched with.
-        segments: of documents that are trees, or None.
+        segments: the segments of documents that are trees, or None.
         shard: how the row is split over ranks, and which part of it this is, as `shard_row` makes
             it; `WHOLE` of a row that is not split.
     """

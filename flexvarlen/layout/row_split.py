@@ -1,7 +1,7 @@
-"""How a row is split over ranks: what a layout's `shard` answers; `WHOLE`, of a row that is not.
+"""`RowSplit`: what `layout.shard` answers about how a row is split over ranks.
 
-A shard is one of `flexvarlen.parallel`: some documents whole and some split, the row's next tokens,
-or whole trees. What depends on it asks the object, and not which of these it is.
+`flexvarlen.parallel` makes three kinds: balanced documents, consecutive tokens, and whole trees.
+`WHOLE` is a row that is not split. Code asks the properties of the object, never its class.
 
 Shapes: T = tokens of this rank, H = num_heads, D = head_dim.
 
@@ -66,7 +66,9 @@ class RowSplit(Protocol[Layout]):
 
     @property
     def links(self) -> Tensor | None:
-        """`BoundaryLinks` if each rank has the row's next tokens, as recurrent layers need."""
+        """int64 `[3]` on the host, read by `BoundaryLinks.of`; None unless ranks hold consecutive
+        tokens of the row, as recurrent layers need.
+        """
 
     def positions(self, layout: Layout, positions: Tensor) -> Tensor:
         """int64 `[T]`: positions in the documents, from those in the pieces that are here."""
@@ -85,7 +87,7 @@ class RowSplit(Protocol[Layout]):
         """Why it does not serve layers with such a mask, or None."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> RowSplit[Layout]:
-        """The same with `move` of the tensors on the device of the tokens."""
+        """The same with each tensor on the device of the tokens replaced by `move(tensor)`."""
 
 
 class BoundaryLinks(NamedTuple):

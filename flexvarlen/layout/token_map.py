@@ -59,7 +59,8 @@ def _permuted(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 class _Permuted(torch.autograd.Function):
     """x `[B, S, ...]` with its B·S tokens in another order.
 
-    The gradient of an index would be added up token by token, in any order.
+    The gradient of a permutation is the inverse permutation; that of an index would be added up
+    token by token, in any order.
     """
 
     @staticmethod
@@ -109,7 +110,7 @@ class Padding:
 
 @dataclass(frozen=True, eq=False)
 class SharedPadding(Padding):
-    """The same, of rows that share tokens; `offsets` has the place of a shared one in one of them.
+    """As `Padding`, for rows that share tokens; the offset of a shared token is that in one of them.
 
     Attributes:
         packed_index: int64 `[B·S]`, for each token of the flattened batch its index in the packed

@@ -23,7 +23,7 @@ class RowPlan:
         lengths: tokens of each document.
         tokens_per_rank: C, padding included.
         pieces: of each rank, in the order of its tokens; padding follows the last.
-        contiguous: whether each rank has the next tokens of the row.
+        contiguous: whether each rank has consecutive tokens of the row.
         causal: whether attention is causal.
     """
 

@@ -33,10 +33,10 @@ class Given(NamedTuple):
 
     Attributes:
         module, patch: the model that is called, with a head or without, and its patch.
-        inputs: its keyword arguments but `boundaries`; positions and 2D masks of integers as int64.
+        inputs: its other keyword arguments; integer position_ids and 2D masks as int64.
         tokens: `[B, S]` ids or `[B, S, hidden]` embeddings.
         boundaries: the arguments that only mark documents, None where not given.
-        is_explicit: whether they give the documents explicitly.
+        is_explicit: whether `packed_layout` or `cu_seq_lens_q` is given.
         positions: the position_ids whose restarts mark documents, or None.
         cache: the cache, or None.
         why_unpacked: why the forward is not packed (a cache, a 4D mask), or None.
@@ -108,7 +108,7 @@ def read_arguments(
     Raises:
         ValueError: a cache that is none of transformers', or positions of another shape.
     """
-    for name in ("position_ids", "attention_mask"):  # sums and differences of few bits wrap
+    for name in ("position_ids", "attention_mask"):  # int8 and uint8 overflow in sums
         x = inputs.get(name)
         if isinstance(x, Tensor) and x.ndim < 4 and is_integer_tensor(x):
             inputs[name] = x.long()

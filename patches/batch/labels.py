@@ -39,12 +39,12 @@ class Targets(NamedTuple):
 
     Attributes:
         labels: replace those among the arguments.
-        taken: names of arguments that the head must not get, as `loss` has them.
+        withheld: names of arguments that the head must not get.
         loss: logits -> the loss; None: the head's own.
     """
 
     labels: Inputs
-    taken: tuple[str, ...] = ()
+    withheld: tuple[str, ...] = ()
     loss: Loss | None = None
 
 
@@ -96,7 +96,7 @@ def weighted_targets(given: Given, masked: Targets, user_loss: Any) -> Targets:
     """
     counts = given.inputs.get(LABEL_COUNTS)
     if counts is None:
-        return masked._replace(taken=(SAMPLE_COUNTS, LABEL_COUNTS))
+        return masked._replace(withheld=(*masked.withheld, SAMPLE_COUNTS, LABEL_COUNTS))
     labels = (given.inputs | masked.labels).get("shift_labels")
     if labels is None:
         raise ValueError(
@@ -110,14 +110,14 @@ def weighted_targets(given: Given, masked: Targets, user_loss: Any) -> Targets:
     return _weighted(given, labels, counts, (SAMPLE_COUNTS, LABEL_COUNTS, "shift_labels"))
 
 
-def _weighted(given: Given, labels: Tensor, counts: Tensor, taken: tuple[str, ...]) -> Targets:
+def _weighted(given: Given, labels: Tensor, counts: Tensor, withheld: tuple[str, ...]) -> Targets:
     loss = functools.partial(
         tree_loss,
         shift_labels=labels,
         label_counts=counts,
         num_items_in_batch=given.inputs.get("num_items_in_batch"),
     )
-    return Targets({}, (*taken, "num_items_in_batch"), loss)
+    return Targets({}, (*withheld, "num_items_in_batch"), loss)
 
 
 def next_token_labels(given: Given, unpredicted_T: Tensor, several: bool) -> Inputs:

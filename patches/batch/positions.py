@@ -71,7 +71,9 @@ def _bidirectional(given: Given, layout: PackedLayout, several: bool) -> Tensor 
         return given.padded.offsets_in_rows()
     if not several:
         return None
-    in_document = layout.position_ids() * layout.real_tokens()  # no table ends before 0
+    in_document = (
+        layout.position_ids() * layout.real_tokens()
+    )  # padding gets 0, which every table has
     return (in_document + first).view(given.shape)
 
 

@@ -34,7 +34,7 @@ def make_row(given: Given) -> Row:
     inputs, padded, stages = given.inputs, given.padded, given.patch.stages
     layout = given.documents()
     several = may_hold_several(given, layout)
-    for check in stages.documents:
+    for check in stages.checks:
         check(given, layout, several)
     # Also where samples happen to share nothing, so that it does not depend on the batch.
     has_labels_of_trees = inputs.get(LABEL_COUNTS) is not None
@@ -116,7 +116,7 @@ def _cache_of_row(given: Given, layout: PackedLayout) -> tuple[bool, bool | None
     return fills, None
 
 
-def packed_forward(
+def make_packed_forward(
     module: nn.Module, patch: Patch, layout: PackedLayout, row: Row | None = None
 ) -> PackedForward:
     """Build the `PackedForward` that the layers of a forward share.
@@ -137,7 +137,7 @@ def packed_forward(
         batch_invariant=patch.batch_invariant,
         training=grads or module.training or patch.unpad,
         kinds=patch.kinds,
-        has_all_kinds=not patch.verify,  # which compares outputs
+        has_all_kinds=not patch.verify,  # `verify` compares outputs instead
         group=patch.sequence_parallel_group,
         chunk_size=parts.chunk_size,
         has_temperature=parts.has_temperature,

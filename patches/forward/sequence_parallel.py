@@ -164,7 +164,7 @@ SHARDS = (
         lambda given: (
             given.parts.recurrent and _shard(given).splits_documents and _shard(given).links is None
         ),
-        "a model with recurrent layers must get the next tokens of the row on each rank, got "
+        "a model with recurrent layers must get consecutive tokens of the row on each rank, got "
         "another shard; call fv.shard_row(batch, group, **fv.shard_options(model)).",
     ),
     Refusal(_other_mask, "{got}"),

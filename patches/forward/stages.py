@@ -59,7 +59,7 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
             (over_ranks, shard_of_row),
             (of_documents, rows_of_documents),
         ),
-        documents=_those(
+        checks=_those(
             (of_documents, check_document_head),
             (head.labels == "row", check_row_head),
         ),

@@ -21,7 +21,7 @@ from flexvarlen.patches.batch.row import Row
 from flexvarlen.patches.batch.unpacked_rows import check_one_document
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
 from flexvarlen.patches.forward.heads import wrap_loss
-from flexvarlen.patches.forward.make_row import make_row, packed_forward
+from flexvarlen.patches.forward.make_row import make_packed_forward, make_row
 from flexvarlen.patches.forward.neftune import scale_noise_by_document
 from flexvarlen.patches.forward.refusals import check_inputs
 from flexvarlen.patches.forward.router import balance_loss
@@ -125,9 +125,9 @@ def attach_row(given: Given, row: Row) -> Inputs:
     """The arguments of a forward on a packed row."""
     module, patch = given.module, given.patch
     changed = {"position_ids": row.position_ids, "use_cache": row.use_cache}
-    inputs = {name: x for name, x in given.inputs.items() if name not in row.targets.taken}
+    inputs = {name: x for name, x in given.inputs.items() if name not in row.targets.withheld}
     inputs |= row.targets.labels | {name: x for name, x in changed.items() if x is not None}
-    packed = packed_forward(module, patch, row.layout, row)
+    packed = make_packed_forward(module, patch, row.layout, row)
     attach_context(inputs, packed, patch)
     if patch.parts.base_name:
         has_mask = given.is_explicit or given.mask is not None

@@ -23,7 +23,7 @@ HEAD_DROPPED_DOCUMENTS = (
 
 
 def documents_of_head(given: Given) -> Given:
-    """The packed row of a head's padded batch; else what was given, which is the head's too.
+    """The packed row of a head's padded batch; else what was given, unpadded if that is asked for.
 
     Raises:
         ValueError: the head runs with documents that it did not pass on. One that calls its base

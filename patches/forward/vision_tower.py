@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, vision_utils
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.packed_forward import PackedVision
-from flexvarlen.patches.forward.make_row import packed_forward
+from flexvarlen.patches.forward.make_row import make_packed_forward
 from flexvarlen.patches.forward.stages import choose_stages
 from flexvarlen.patches.forward.wrapper import Steps, unwrap_forward, wrap_forward
 from flexvarlen.patches.models.layers import VISION, attention_layers
@@ -87,7 +87,7 @@ def _before_forward(tower: Any, inputs: dict[str, Any]) -> dict[str, Any] | None
             patch_size=tower.patch_size,
         )
         layout = PackedLayout.from_lengths(cu_windows.diff().tolist(), device=device)
-        windows = packed_forward(tower, patch, layout)
+        windows = make_packed_forward(tower, patch, layout)
         made["window_index"] = index.to(device)
         made["cu_window_seqlens"] = layout.cu_seqlens
         made["max_window_seqlen"] = layout.max_seqlen
@@ -100,7 +100,7 @@ def _before_forward(tower: Any, inputs: dict[str, Any]) -> dict[str, Any] | None
             spatial_merge_size=merge,
         )
         made["interp_indices"], made["interp_weights"] = indices.to(device), weights.to(device)
-    made[CONTEXT] = PackedVision(packed_forward(tower, patch, frames), windows)
+    made[CONTEXT] = PackedVision(make_packed_forward(tower, patch, frames), windows)
     return {**inputs, **made}  # `made` overrides the text's keywords, which the model passes on
 
 

@@ -271,11 +271,11 @@ def refusals(group: Any) -> dict[str, str]:
             lambda: model(**uncounted),
         ),
         "hybrid by documents": (
-            "a model with recurrent layers must get the next tokens of the row",
+            "a model with recurrent layers must get consecutive tokens of the row",
             lambda: mixing(**shard),
         ),
         "hybrid, nothing cut": (
-            "a model with recurrent layers must get the next tokens of the row",
+            "a model with recurrent layers must get consecutive tokens of the row",
             lambda: mixing(**fv.shard_row(batch_of((60, 60)), group)),
         ),
         "batch_invariant": (
