@@ -110,7 +110,7 @@ class Padding:
 
 @dataclass(frozen=True, eq=False)
 class SharedPadding(Padding):
-    """As `Padding`, for rows that share tokens; the offset of a shared token is that in one of them.
+    """As `Padding`, for rows that share tokens; a shared token has its offset in one of them.
 
     Attributes:
         packed_index: int64 `[B·S]`, for each token of the flattened batch its index in the packed
