@@ -71,9 +71,8 @@ def _bidirectional(given: Given, layout: PackedLayout, several: bool) -> Tensor 
         return given.padded.offsets_in_rows()
     if not several:
         return None
-    in_document = (
-        layout.position_ids() * layout.real_tokens()
-    )  # padding gets 0, which every table has
+    # Padding gets 0, which every table has.
+    in_document = layout.position_ids() * layout.real_tokens()
     return (in_document + first).view(given.shape)
 
 
