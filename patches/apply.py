@@ -12,6 +12,7 @@ from flexvarlen.patches.forward.guards import guard_trainer_and_peft
 from flexvarlen.patches.forward.heads import (
     HEAD,
     HeadReference,
+    head_over,
     mark_bare_head,
     require_keywords,
     require_patched_heads,
@@ -65,7 +66,7 @@ def make_patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) ->
     return Patch(
         **settings.arguments() | {"backend": backend},
         parts=parts,
-        stages=choose_stages(parts, settings),
+        stages=choose_stages(parts, settings, below=head_over(inner)),
         kinds=parts.kinds,
         named=named,
         backends=(named,),

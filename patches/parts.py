@@ -39,8 +39,6 @@ class ModelParts:
         text_name: the base model's attribute that holds its text tower; "" if it is one.
         vision_name: the base model's attribute that holds a tower of packed images; "" without.
         head: the kind of head; `NO_HEAD` for a base model.
-        has_pooler: whether the base model pools.
-        reads_first_token: whether a head reads the first token of a row, as most encoders' do.
         kinds, vision_kinds: the distinct kinds of attention layers in the two towers, in order.
         recurrent_classes: classes of the recurrent layers, in order.
         uses_hub_kernels: whether the model was loaded with `use_kernels=True`.
@@ -64,8 +62,6 @@ class ModelParts:
     text_name: str
     vision_name: str
     head: Head
-    has_pooler: bool
-    reads_first_token: bool
     kinds: tuple[LayerKind, ...]
     vision_kinds: tuple[LayerKind, ...]
     recurrent_classes: tuple[type[nn.Module], ...]
@@ -98,8 +94,6 @@ class ModelParts:
             text_name=_name_of(text, base),
             vision_name="" if vision is None else "visual",
             head=NO_HEAD,
-            has_pooler=base._modules.get("pooler") is not None,
-            reads_first_token=False,
             kinds=kinds_in(text, config),
             vision_kinds=() if vision is None else _vision_kinds(vision),
             recurrent_classes=tuple(map(type, recurrent_layers(text))),
@@ -117,12 +111,7 @@ class ModelParts:
         )
         if base is model:
             return parts
-        reads_first = getattr(model.config, "classifier_pooling", "cls") == "cls"  # not the mean
-        return replace(
-            parts,
-            head=kind_of_head(type(model), causal=parts.causal),
-            reads_first_token=reads_first and not parts.causal,
-        )
+        return replace(parts, head=kind_of_head(type(model), causal=parts.causal))
 
     @property
     def recurrent(self) -> bool:

@@ -49,7 +49,7 @@ class GatheredKeys(NamedTuple):
         return attend(q, k, v, sinks).index_select(0, own_keys)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowShard:
     """Where a rank's documents continue on other ranks, and what it exchanges: a `RowSplit`.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from flexvarlen.layout.arguments import is_integer_tensor, require_tensor, whole_numbers
+from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
@@ -66,6 +67,12 @@ class Given(NamedTuple):
         return text_config_of(self.module.config)
 
     @property
+    def reads_first_token(self) -> bool:
+        """Whether an encoder's head reads a row's first token; ModernBERT's may take the mean."""
+        pooling = getattr(self.module.config, "classifier_pooling", "cls")
+        return not self.parts.causal and pooling == "cls"
+
+    @property
     def shape(self) -> tuple[int, int]:
         """B and S."""
         return self.tokens.shape[0], self.tokens.shape[1]
@@ -112,6 +119,9 @@ def read_arguments(
         x = inputs.get(name)
         if isinstance(x, Tensor) and x.ndim < 4 and is_integer_tensor(x):
             inputs[name] = x.long()
+    for name in (SAMPLE_COUNTS, LABEL_COUNTS):  # no loss takes them
+        if name in inputs and inputs[name] is None:
+            del inputs[name]
     boundaries = {name: inputs.pop(name, None) for name in BOUNDARIES}
     cache = _cache_of(inputs)
     explicit = any(boundaries[name] is not None for name in ("packed_layout", "cu_seq_lens_q"))

@@ -66,7 +66,7 @@ def _as_given(given: Given, layout: PackedLayout, several: bool) -> Targets:
 def _next_tokens(given: Given, layout: PackedLayout, several: bool) -> Targets:
     """Mask the labels at documents' first tokens, which no token of their document predicts.
 
-    Labels of a tree come with `weighted`, and those of a shard shifted from `shard_row`.
+    Labels of a tree come with `weighted_targets`, and those of a shard shifted from `shard_row`.
     """
     if layout.segments is not None or not layout.shard.is_whole:
         return NO_TARGETS

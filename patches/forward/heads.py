@@ -23,7 +23,7 @@ from flexvarlen.layout.arguments import is_integer_tensor
 from flexvarlen.layout.logprobs import BARE_HEAD
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
 from flexvarlen.patches.forward.wrapper import has_fused_head_of_trl, is_wrapped
-from flexvarlen.patches.models.heads import changes_logits
+from flexvarlen.patches.models.heads import NO_HEAD, Head, changes_logits
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
@@ -86,6 +86,14 @@ class HeadReference:
 
     def __reduce__(self) -> tuple[type[HeadReference], tuple[()]]:
         return HeadReference, ()
+
+
+def head_over(base: nn.Module) -> Head:
+    """The patched head that calls a base model, or `NO_HEAD`."""
+    reference: HeadReference | None = base.__dict__.get(HEAD)
+    head = None if reference is None else reference.module
+    patch = None if head is None else head.__dict__.get(ATTRIBUTE)
+    return NO_HEAD if patch is None else patch.parts.head
 
 
 def require_patched_heads(model: PreTrainedModel) -> None:

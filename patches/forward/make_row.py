@@ -47,16 +47,20 @@ def make_row(given: Given) -> Row:
         targets = weighted_targets(given, targets, user_loss(given.module))
     find_pooled = stages.pooled_tokens
     row_tokens = None if given.is_explicit else given.shape[1]
+    if padded is not None and given.patch.unpad:
+        row_tokens = padded.shape[1]
     return Row(
         layout=layout,
         several=several,
         padded=padded,
-        padded_row_tokens=padded.shape[1] if padded and given.patch.unpad else row_tokens,
+        padded_row_tokens=padded.shape[1]
+        if padded is not None and given.patch.unpad
+        else row_tokens,
         position_ids=position_ids,
         targets=targets,
         fills_cache=fills_cache,
         use_cache=use_cache,
-        pooled_tokens=find_pooled and find_pooled(given, layout, several),
+        pooled_tokens=None if find_pooled is None else find_pooled(given, layout, several),
     )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import to_int_or_none
-from flexvarlen.patches.batch.find_layout import BOUNDARIES
 from flexvarlen.patches.batch.given import Given, Inputs, read_arguments
 from flexvarlen.patches.batch.labels import next_token_labels
 from flexvarlen.patches.batch.padded_batch import (
@@ -92,7 +91,7 @@ def _find_padded_batch(given: Given) -> PaddedBatch | None:
     """
     inputs, parts, mask = given.inputs, given.parts, given.mask
     fills_cache = given.cache is not None or inputs.get("use_cache")
-    has_boundaries = any(given.boundaries[name] is not None for name in BOUNDARIES)
+    has_boundaries = any(x is not None for x in given.boundaries.values())
     if not isinstance(mask, Tensor) or mask.shape != given.shape or fills_cache or has_boundaries:
         return None
     found: PaddedBatch | None = find_padding(
@@ -122,7 +121,7 @@ def _for_head(given: Given, padded: PaddedBatch) -> Inputs:
     if head.labels == "next token":
         inputs = inputs | next_token_labels(given, padded.unpredicted_tokens(), several=True)
     elif head.labels == "document" or head.has_choices:
-        refuse_rows_to_pool(padded, reads_first=given.parts.reads_first_token)
+        refuse_rows_to_pool(padded, reads_first=given.reads_first_token)
     return head_inputs_for_padded_batch(given, inputs, padded)
 
 

@@ -60,7 +60,7 @@ def _layout_of_documents(given: Given) -> tuple[PackedLayout, PaddedBatch | None
     """
     layout, parts = given.documents(), given.parts
     if not given.is_explicit and bool(one_document_per_row(layout, given.shape[0])):
-        if parts.reads_first_token and may_hold_several(given, layout):
+        if given.reads_first_token and may_hold_several(given, layout):
             _refuse_hidden_first_token(layout, given.shape[0])
         return layout, None
     if parts.vision_name and has_images(given.inputs):
@@ -87,7 +87,7 @@ def check_row_head(given: Given, layout: PackedLayout, several: bool) -> None:
         "document, got several; pass one document per row, or patch and call the base model, "
         "and pool its last_hidden_state by document.",
     )
-    if several and given.parts.head.has_choices and given.parts.reads_first_token:
+    if several and given.parts.head.has_choices and given.reads_first_token:
         _refuse_hidden_first_token(layout, batch)
 
 
@@ -104,12 +104,14 @@ def pooled_tokens(given: Given, layout: PackedLayout, several: bool) -> Tensor |
     """int64: offsets among all B·S tokens of those that a pooler must read.
 
     Returns:
-        None where it reads the first token of each row by itself.
+        None without a pooler, or where it reads the first token of each row by itself.
 
     Raises:
         ValueError: `return_dict=False`, or rows of a padded batch that runs packed begin with
             padding, or hold no token.
     """
+    if given.module._modules.get("pooler") is None:
+        return None
     padded, batch = given.padded, given.shape[0]
     if padded is not None:
         refuse_rows_to_pool(padded, reads_first=False)
@@ -134,7 +136,7 @@ def pooled_tokens(given: Given, layout: PackedLayout, several: bool) -> Tensor |
 def pool_outputs(base: Any, row: Row, outputs: Any) -> None:
     """Pool the first token of each document, or of each row of a padded batch."""
     hidden_BSE = outputs["last_hidden_state"]
-    if row.padded is not None:
+    if row.padded is not None and base._modules.get("pooler") is not None:
         outputs["pooler_output"] = base.pooler(hidden_BSE)
     elif row.pooled_tokens is not None:
         first = hidden_BSE.flatten(0, 1)[row.pooled_tokens]

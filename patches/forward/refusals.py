@@ -36,7 +36,7 @@ def refuse(given: Given, table: tuple[Refusal, ...]) -> None:
     """Raise the first refusal of a table that holds."""
     for when, sentence, error in table:
         got = when(given)
-        if got:
+        if got is not None and got is not False:
             raise error(sentence.format(got=got))
 
 

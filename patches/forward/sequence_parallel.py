@@ -105,9 +105,9 @@ def _other_mask(given: Given) -> str | None:
 
 
 def _pools(given: Given) -> str | None:
-    parts = given.parts
-    pools = parts.head.pools or (parts.has_pooler and not parts.base_name)
-    return type(given.module).__name__ if pools else None
+    module = given.module
+    pools = given.parts.head.pools or module._modules.get("pooler") is not None
+    return type(module).__name__ if pools else None
 
 
 def _column_of_row(given: Given) -> str | None:
@@ -128,14 +128,14 @@ def _mean_over_rank(given: Given) -> str | None:
     if given.inputs.get("labels") is None or head.labels == "next token":
         return None
     is_own = head.labels == "own token" and not causal and user_loss(given.module) is None
-    return None if is_own else head.ending
+    return None if is_own else head.ending or "of none"
 
 
 def _loss_of_own(given: Given) -> str | None:
     """A loss that the user set, and that would shift labels, or take a mean."""
     loss = user_loss(given.module) if _learns(given, "next token") else None
     known = _FOR_LOSS if loss is None else inspect.signature(loss).parameters
-    return ", ".join(name for name in _FOR_LOSS if name not in known)
+    return ", ".join(name for name in _FOR_LOSS if name not in known) or None
 
 
 SHARDS = (

@@ -27,6 +27,7 @@ from flexvarlen.patches.forward.under_head import (
     documents_of_head,
 )
 from flexvarlen.patches.models.heads import NO_HEAD, Head
+from flexvarlen.patches.models.verified import is_verified
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import CONTEXT, Settings, Stages
 
@@ -43,9 +44,11 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
     over_ranks = settings.sequence_parallel_group is not None
     of_documents = head.labels == "document"
     text_alone = parts.model_config.model_type in TEXT_ALONE
-    has_router = hasattr(parts.config, "output_router_logits")
+    has_router = hasattr(parts.config, "output_router_logits") or not is_verified(
+        parts.model_class, parts.model_config.model_type
+    )
     pads = settings.unpad or below.labels == "document"
-    pools = is_base and parts.has_pooler
+    may_pool = is_base and not parts.causal
     return Stages(
         arguments=_those(
             (is_base and parts.shares_keys, prepare_shared_keys),
@@ -65,14 +68,14 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
         ),
         positions=position_maker(parts),
         targets=target_maker(parts, over_ranks=over_ranks),
-        pooled_tokens=pooled_tokens if pools else None,
+        pooled_tokens=pooled_tokens if may_pool else None,
         recurrent=recurrent_documents if parts.recurrent else None,
         keywords=(CONTEXT, DOCUMENTS) if parts.recurrent else (CONTEXT,),
         head=_those(
             (not is_base and has_router, weigh_tokens),
             (not is_base and parts.drops_keywords, context_into_mask),
         ),
-        outputs=_those((is_base and pads, pad_outputs), (pools, pool_outputs)),
+        outputs=_those((is_base and pads, pad_outputs), (may_pool, pool_outputs)),
     )
 
 

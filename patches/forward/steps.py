@@ -97,7 +97,7 @@ def check_additions(module: Any) -> None:
     if why is not None:
         raise NotImplementedError(why)
     embeddings = module.get_input_embeddings() if module.training else None
-    if embeddings is not None and "neftune_noise_alpha" in vars(embeddings):
+    if embeddings is not None and embeddings._forward_hooks:
         scale_noise_by_document(embeddings)
 
 

@@ -38,7 +38,7 @@ def test_bad_block_size(block_size):
     layout = PackedLayout.from_lengths([TOKENS])
     refused(
         ValueError,
-        "at least 1 token",
+        "an integer of at least 1",
         "default is 128",
         lambda: document_block_mask(layout, block_size=block_size),
     )

@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, PreTrai
 import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
 from flexvarlen.patches import embed as module
+from flexvarlen.patches import embed_rows
 from tests.tiny_models import VOCABULARY, config_of
 
 KINDS = {
@@ -105,7 +106,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_text_has_the_vector_it_has_alone_and_keeps_its_place(folders, kind, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", 8)  # texts wait for the next chunk
+    monkeypatch.setattr(embed_rows, "_CHUNK", 8)  # texts wait for the next chunk
     monkeypatch.setattr(module, "_READ_EVERY", 2)
     model, tokenizer = loaded(folders[kind])
     given = texts(30)
@@ -129,7 +130,7 @@ def test_vectors_of_a_gpu_are_those_of_the_cpu(folders, dtype):
 
 
 def test_rows_have_one_shape_and_no_text_is_lost(folders, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", 16)
+    monkeypatch.setattr(embed_rows, "_CHUNK", 16)
     model, tokenizer = loaded(folders["bert"])
     shapes, embedded = [], []
     run = module._run

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from flexvarlen import PackedLayout
-from flexvarlen.patches.forward import inputs, padding, steps
+from flexvarlen.patches.batch import given, labels
+from flexvarlen.patches.batch.positions import position_maker
+from flexvarlen.patches.forward import pooling, stages
 from tests import fuzz
 from tests.fuzz import draw
 from tests.fuzz_cases import BACKENDS, FORMS
@@ -25,17 +27,20 @@ def test_no_mismatch():
 
 
 def positions_made_as(function):
-    """`set_positions`, with other positions where none are given."""
-    original = steps.set_positions
+    """`position_maker`, with other positions where none are given."""
 
-    def changed(forward, layout):
-        given = forward.inputs.get("position_ids")
-        original(forward, layout)
-        made = forward.inputs.get("position_ids")
-        if given is None and made is not None:
-            forward.inputs["position_ids"] = function(layout).view(made.shape)
+    def maker(parts):
+        make = position_maker(parts)
 
-    return changed
+        def changed(given, layout, several):
+            made = make(given, layout, several)
+            if given.inputs.get("position_ids") is None and made is not None:
+                return function(layout).view(made.shape)
+            return made
+
+        return changed
+
+    return maker
 
 
 def positions_of_the_row(layout):
@@ -49,22 +54,22 @@ def one_document_per_row(given):
 BUGS = {
     # A cached step behind a left-padded prompt counts the padding.
     "positions_begin_at_the_first_real_token": (
-        "set_positions",
+        (stages, "position_maker"),
         positions_made_as(PackedLayout.position_ids),
         ("llama", "qwen3_windows"),
     ),
     "positions_do_not_restart": (
-        "set_positions",
+        (stages, "position_maker"),
         positions_made_as(positions_of_the_row),
         ("bert",),
     ),
-    "documents_see_one_another": ("find_layout", one_document_per_row, ("mistral",)),
-    "labels_of_first_tokens_count": ("mask_labels", lambda *args, **kwargs: None, ("qwen2",)),
+    "documents_see_one_another": ((given, "find_layout"), one_document_per_row, ("mistral",)),
+    "labels_of_first_tokens_count": ((labels, "next_token_labels"), lambda *_: {}, ("qwen2",)),
 }
 
 
 def test_left_padding_under_a_head_is_found(monkeypatch):
-    monkeypatch.setattr(padding, "refuse_hidden_first_token", lambda layout, batch: None)
+    monkeypatch.setattr(pooling, "_refuse_hidden_first_token", lambda layout, batch: None)
     tally = fuzz.fuzz(range(300), heads=True)
     ((_, wrong),) = tally.mismatches
     assert "outputs is off by" in wrong
@@ -72,8 +77,8 @@ def test_left_padding_under_a_head_is_found(monkeypatch):
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_found(monkeypatch, capsys, bug):
-    name, function, families = BUGS[bug]
-    monkeypatch.setattr(inputs if name == "find_layout" else steps, name, function)
+    (module, name), function, families = BUGS[bug]
+    monkeypatch.setattr(module, name, function)
     tally = fuzz.fuzz(range(200), families=families)
     ((seed, wrong),) = tally.mismatches
     assert "is off by" in wrong

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import flexvarlen as fv
-from flexvarlen.patches import api, verification
+from flexvarlen.patches import verification
 from flexvarlen.patches.api import current_patch
 from flexvarlen.patches.models.families import BY_TYPE
 from tests.sentences import refused
@@ -365,7 +365,7 @@ def test_a_model_that_does_not_run_keeps_its_attention(model_type, broken, words
 def test_quantized_weights_must_have_gradients():
     model = unlisted("phi")
     model.hf_quantizer = SimpleNamespace(is_trainable=False)
-    refused(NotImplementedError, "differentiated", "before it is quantized", verified(model))
+    refused(NotImplementedError, "differentiable", "before it is quantized", verified(model))
 
 
 def test_outputs_must_have_gradients():
@@ -376,7 +376,7 @@ def test_outputs_must_have_gradients():
 
 def test_a_group_needs_a_model_that_has_passed(monkeypatch):
     model, group = unlisted("phi"), object()
-    monkeypatch.setattr(api, "check_group", lambda group: None)
+    monkeypatch.setattr(apply, "check_group", lambda group: None)
 
     def sharded():
         return fv.patch_model(model, "sdpa", sequence_parallel_group=group, verify=True)

@@ -87,7 +87,7 @@ TRL = (
     ),
 )
 
-_ADAPTERS = "patches/why_not.py"
+_ADAPTERS = "patches/adapters.py"
 
 PEFT = (
     Name("peft.PeftModel.peft_config", _ADAPTERS),

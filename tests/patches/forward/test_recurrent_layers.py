@@ -222,7 +222,7 @@ def test_a_layer_that_the_search_misses():
     model = new_model("qwen3_5_text")
     layer = model.model.layers[0].linear_attn
     layer.short_conv = layer._modules.pop("conv1d")
-    with pytest.raises(NotImplementedError, match=r"names, 1, got 0"):
+    with pytest.raises(NotImplementedError, match=r"config.layer_types, 1, got 0"):
         fv.patch_model(model, "sdpa")
 
 
