@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import flexvarlen as fv
-from flexvarlen.patches import verification
+from flexvarlen.patches import apply, verification
 from flexvarlen.patches.api import current_patch
 from flexvarlen.patches.models.families import BY_TYPE
 from tests.sentences import refused
