@@ -229,3 +229,12 @@ def test_a_loss_of_the_users_own_gets_what_it_got(when, compiled):
     fv.unpatch_model(model)
     assert model.loss_function is loss
     torch._dynamo.reset()
+
+
+def test_a_base_model_patched_again_still_refuses_a_head_without_its_wrapper():
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    with fv.patched(model.model, "sdpa"):
+        pass
+    own_method(model)
+    with pytest.raises(ValueError, match=SAYS):
+        model(BATCH.ids, **NUMBERED)

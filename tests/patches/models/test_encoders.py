@@ -269,3 +269,14 @@ def test_cross_attention_is_not_self_attention():
     ids = documents()[1][None]
     with pytest.raises(NotImplementedError, match="patch_model"):
         model(ids, encoder_hidden_states=torch.zeros(1, ids.shape[1], config.hidden_size))
+
+
+def test_a_pooler_that_is_set_after_patching():
+    """It reads each document's first token; without one the model gives no pooled output."""
+    batch, model = one_row(), fv.patch_model(bert(), "sdpa")
+    given = {"input_ids": batch.ids, "packed_layout": fv.PackedLayout.from_lengths(LENGTHS)}
+    pooler, model.pooler = model.pooler, None
+    with torch.no_grad():
+        assert model(**given).pooler_output is None
+        model.pooler = pooler
+        assert len(model(**given).pooler_output) == len(LENGTHS)
