@@ -95,9 +95,9 @@ def test_a_loader_may_be_prepared_again(made_again):
 
 ERRORS = {
     "ranks": "context_parallel must divide the number of processes, got 3 with 4",
-    "smoothing": "without label_smoothing_factor;",
-    "own count": "without average_tokens_across_devices=False;",
-    "rebalanced": "without train_sampling_strategy='batch_rebalance';",
+    "smoothing": "does not support label_smoothing_factor;",
+    "own count": "does not support average_tokens_across_devices=False;",
+    "rebalanced": "does not support train_sampling_strategy='batch_rebalance';",
     "padded": "context_parallel shares packed rows, got batches that are padded",
     "dispatched": "but accelerate's dispatch_batches",
     "evaluated first": r"train\(\) must come before evaluate\(\)",
