@@ -53,9 +53,7 @@ def make_row(given: Given) -> Row:
         layout=layout,
         several=several,
         padded=padded,
-        padded_row_tokens=padded.shape[1]
-        if padded is not None and given.patch.unpad
-        else row_tokens,
+        padded_row_tokens=row_tokens,
         position_ids=position_ids,
         targets=targets,
         fills_cache=fills_cache,

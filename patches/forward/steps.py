@@ -51,11 +51,12 @@ def before_forward(module: nn.Module, inputs: Inputs) -> Inputs | None:
     if tokens is None:
         return inputs
     check_inputs(module, patch, inputs, tokens)
-    given: Any = read_arguments(module, patch, inputs, tokens)
+    given = read_arguments(module, patch, inputs, tokens)
     for enter in patch.stages.batch:
-        given = enter(given)
-        if isinstance(given, dict):  # a head's, whose base model makes the row
-            return given
+        entered: Given | Inputs = enter(given)
+        if isinstance(entered, dict):  # a head's, whose base model makes the row
+            return entered
+        given = entered
     if given.why_unpacked is not None:
         return attach_unpacked(given, given.why_unpacked)
     return attach_row(given, make_row(given))
@@ -70,7 +71,7 @@ def after_forward(module: nn.Module, inputs: Inputs, outputs: Any) -> None:
     packed, patch = inputs.get(CONTEXT), module.__dict__.get(ATTRIBUTE)
     if not isinstance(packed, PackedForward) or patch is None:
         return
-    row: Any = packed.row
+    row = packed.row
     for change in patch.stages.outputs:
         change(module, row, outputs)
     base = patch.parts.base(module)
