@@ -79,7 +79,7 @@ def test_the_chart_of_packings_shows_seven_variants_of_one_case(tmp_path):
     (path,) = packings.SUITE.figures(records, tmp_path)
     assert path.read_bytes().startswith(b"\x89PNG")
     text = packings.SUITE.section(records)
-    assert "| flexvarlen `auto` (fa3) | 278 (276–279) | 1.00 | 57% | 0 | 0 in 50 packings |" in text
+    assert "| flexvarlen `auto` (fa3) | 278 (276–279) | 1.00 | 0 | 0 in 50 packings |" in text
 
 
 # --- compile -------------------------------------------------------------------------------------
