@@ -89,6 +89,8 @@ class Stages(NamedTuple):
 
     Attributes:
         arguments: (module, patch, arguments) -> None, before the arguments are read.
+        refusals: (given) -> None: refuse what this model does not support. (Functions and no
+            tables, as a patched model may be pickled.)
         batch: (given) -> given, or the arguments of a head whose base model makes the packed row.
         checks: (given, layout, several) -> None: refuse what these documents do not go with.
         positions: (given, layout, several) -> position_ids, or None.
@@ -101,6 +103,7 @@ class Stages(NamedTuple):
     """
 
     arguments: tuple[Callable[..., None], ...]
+    refusals: tuple[Callable[..., None], ...]
     batch: tuple[Callable[..., Any], ...]
     checks: tuple[Callable[..., None], ...]
     positions: Callable[..., Any]

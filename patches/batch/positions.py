@@ -40,7 +40,7 @@ def _causal(given: Given, layout: PackedLayout, several: bool) -> Tensor | None:
     positions: Tensor | None = given.inputs.get("position_ids")
     if positions is None and given.padded is not None:  # padding is counted, as unpatched
         return given.padded.offsets_in_rows()
-    if positions is None and several:
+    if positions is None and (several or not layout.shard.is_whole):
         return default_positions(layout, given.shape)
     return positions
 
@@ -61,19 +61,20 @@ def default_positions(layout: PackedLayout, shape: tuple[int, int]) -> Tensor:
 
 
 def _bidirectional(given: Given, layout: PackedLayout, several: bool) -> Tensor | None:
-    """Of an encoder, whose tables may begin at another position than 0, for padding (RoBERTa)."""
+    """Positions for an encoder, whose table may begin at another one than 0 (RoBERTa)."""
     first: int = given.parts.first_position
     positions: Tensor | None = given.inputs.get("position_ids")
-    if positions is not None:
-        counts_from_0 = positions[:, :1] == 0 if first and positions.ndim == 2 else None
-        return positions if counts_from_0 is None else positions + first * counts_from_0
-    if given.padded is not None and not first:
+    if positions is not None and (not first or positions.ndim != 2):
+        return positions
+    if positions is None and given.padded is not None and not first:
         return given.padded.offsets_in_rows()
-    if not several:
+    if positions is None and not several and layout.shard.is_whole:
         return None
     # Padding gets 0, which every table has.
-    in_document = layout.position_ids() * layout.real_tokens()
-    return (in_document + first).view(given.shape)
+    in_document = (layout.position_ids() * layout.real_tokens()).view(given.shape)
+    if positions is None:
+        return in_document + first
+    return positions + first * (positions[:, :1] == in_document[:, :1])  # counted from 0
 
 
 def _with_images(given: Given, layout: PackedLayout, several: bool) -> Tensor:

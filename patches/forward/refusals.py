@@ -96,10 +96,9 @@ IMAGES = (
 )
 
 
-def refuse_images(given: Given) -> Given:
+def refuse_images(given: Given) -> None:
     """Refuse a forward with images, in a model whose text alone is packed."""
     refuse(given, IMAGES)
-    return given
 
 
 def refuse_next_token_after_padding(mask: object, row_tokens: int) -> None:

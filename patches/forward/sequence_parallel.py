@@ -1,4 +1,4 @@
-"""Sequence parallelism in a patched model: checks of the group and of the forward's inputs.
+"""Sequence parallelism in a patched model: what a group, and a forward on a shard, must be.
 
 Each rank runs the model on its shard of one row; only in attention and recurrent layers do the
 ranks exchange anything (`flexvarlen.parallel`). So nothing else may depend on a token's position in
@@ -32,26 +32,12 @@ def check_group(group: Any) -> None:
         )
 
 
-def shard_of_row(given: Given) -> Given:
-    """Check the arguments of a forward on a shard, and build missing position_ids.
-
-    Raises:
-        ValueError, NotImplementedError: see `SHARDS`.
+def check_shard(given: Given) -> None:
+    """Refuse what a shard does not go with, see `SHARDS`.
 
     Reads shapes only. That all ranks hold the same layout is checked by `shard_row`, not here.
     """
     refuse(given, SHARDS)
-    inputs, layout = given.inputs, given.boundaries["packed_layout"]
-    if layout.segments is None and inputs.get(LABEL_COUNTS) is None:
-        positions = layout.position_ids() * layout.real_tokens()  # every table has 0, for padding
-        position_ids = inputs.get("position_ids")
-        if position_ids is None:
-            position_ids = positions[None]
-        first = given.parts.first_position  # RoBERTa's is not 0
-        if first:
-            position_ids = position_ids + first * (position_ids[:, :1] == positions[:1])
-        inputs = inputs | {"position_ids": position_ids}
-    return given._replace(inputs=inputs, layout=layout)
 
 
 # ---- what a shard does not go with ----
@@ -131,8 +117,8 @@ def _mean_over_rank(given: Given) -> str | None:
     return None if is_own else head.ending or "of none"
 
 
-def _loss_of_own(given: Given) -> str | None:
-    """A loss that the user set, and that would shift labels, or take a mean."""
+def _parameters_missing(given: Given) -> str | None:
+    """Those of a loss that the user set, without which it would shift labels, or take a mean."""
     loss = user_loss(given.module) if _learns(given, "next token") else None
     known = _FOR_LOSS if loss is None else inspect.signature(loss).parameters
     return ", ".join(name for name in _FOR_LOSS if name not in known) or None
@@ -189,7 +175,7 @@ SHARDS = (
         "makes both.",
     ),
     Refusal(
-        _loss_of_own,
+        _parameters_missing,
         "model.loss_function must have parameters shift_labels and num_items_in_batch under "
         "sequence_parallel_group, got one without {got}: it would shift labels inside the shard, "
         "or take a mean over it; take the sum over shift_labels, divided by num_items_in_batch.",

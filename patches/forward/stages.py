@@ -20,7 +20,7 @@ from flexvarlen.patches.forward.pooling import (
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, recurrent_documents
 from flexvarlen.patches.forward.refusals import TEXT_ALONE, prepare_shared_keys, refuse_images
 from flexvarlen.patches.forward.router import weigh_tokens
-from flexvarlen.patches.forward.sequence_parallel import shard_of_row
+from flexvarlen.patches.forward.sequence_parallel import check_shard
 from flexvarlen.patches.forward.under_head import (
     context_from_mask,
     context_into_mask,
@@ -54,12 +54,11 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
             (is_base and parts.shares_keys, prepare_shared_keys),
             (is_base and parts.drops_keywords, context_from_mask),
         ),
+        refusals=_those((text_alone, refuse_images), (over_ranks, check_shard)),
         batch=_those(
-            (text_alone, refuse_images),
             (below != NO_HEAD, documents_of_head),
             (is_base and below == NO_HEAD and settings.unpad, unpad_batch),
             (not is_base and settings.unpad, unpad_below_head),
-            (over_ranks, shard_of_row),
             (of_documents, rows_of_documents),
         ),
         checks=_those(

@@ -52,6 +52,8 @@ def before_forward(module: nn.Module, inputs: Inputs) -> Inputs | None:
         return inputs
     check_inputs(module, patch, inputs, tokens)
     given = read_arguments(module, patch, inputs, tokens)
+    for check in patch.stages.refusals:
+        check(given)
     for enter in patch.stages.batch:
         entered: Given | Inputs = enter(given)
         if isinstance(entered, dict):  # a head's, whose base model makes the row
