@@ -60,6 +60,9 @@ def patch_model(
     are made from the documents, and a causal model ignores the label of a document's first token.
     Rows of several documents cannot fill a KV cache; requesting one raises an error.
 
+    Under torch.compile, other documents do not cause a recompilation while `capacity` and
+    `max_seqlen_bound` stay the same; traces under `fullgraph=True`, except with `unpad`.
+
     Guides: docs/quick-start.md, docs/families.md (what encoders, images and recurrent layers need),
     docs/preference.md (padded batches, classifiers), docs/shared-prefixes.md, docs/several-gpus.md
     (Trainer, DDP, a row over ranks) and docs/troubleshooting.md.
@@ -93,9 +96,6 @@ def patch_model(
         ValueError: no transformers model is inside, or an argument does not fit it.
         NotImplementedError: the model, or a setting for this model, is not supported; the message
             says why, and what to do. After any error the model is unchanged.
-
-        Under torch.compile, other documents do not cause a recompilation while `capacity` and
-        `max_seqlen_bound` stay the same; traces under `fullgraph=True`, except with `unpad`.
 
     >>> model = fv.patch_model(AutoModelForCausalLM.from_pretrained(name))  # doctest: +SKIP
     >>> layout = fv.PackedLayout.from_lengths([512, 1, 1535])  # doctest: +SKIP
