@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from flexvarlen.patches.attention.backend_choice import check_machine, checked_choice, names_in
 from flexvarlen.patches.forward.choices import CHOICES_STEPS
 from flexvarlen.patches.forward.guards import guard_trainer_and_peft
-from flexvarlen.patches.forward.heads import (
+from flexvarlen.patches.forward.head_checks import (
     HEAD,
     HeadReference,
     head_over,

@@ -20,7 +20,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.row_split import RowKeys
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.patches.attention.backend_choice import chosen_for, refusal_of_layers
-from flexvarlen.patches.batch.row import Row
+from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.state import BackendChoice
 from flexvarlen.recurrent.documents import RecurrentDocuments
@@ -122,7 +122,7 @@ class PackedForward:
         chunk_size: int | None = None,
         has_temperature: bool = False,
         recurrent: RecurrentDocuments | None = None,
-        row: Row | None = None,
+        row: PackedRow | None = None,
     ) -> None:
         self.layout, self.backend, self.group = layout, backend, group
         self.deterministic, self.batch_invariant = deterministic, batch_invariant
@@ -133,7 +133,7 @@ class PackedForward:
         self.chunk_size, self.has_temperature = chunk_size, has_temperature
         self.routes: dict[LayerKind, Route] = {}
         self.recurrent, self.delivery = recurrent, Delivery()
-        self.row = Row(layout) if row is None else row
+        self.row = PackedRow(layout) if row is None else row
         self._copies: dict[str, PackedForward] = {}
         self._postponed: Callable[[], None] | None = None
 

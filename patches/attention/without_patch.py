@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.patches.attention.context_parallel import why_not_sharded
 from flexvarlen.patches.attention.packed_forward import PackedForward, Unpacked
-from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
+from flexvarlen.patches.batch.find_layout import find_layout
+from flexvarlen.patches.batch.given_documents import BOUNDARIES, GivenDocuments
 from flexvarlen.patches.batch.unpacked_rows import OTHER_KEYS, check_one_document
 from flexvarlen.patches.batch.unsupported_keywords import refuse_unread
 from flexvarlen.patches.models.layers import chunk_size_of, has_temperature

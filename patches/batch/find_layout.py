@@ -9,82 +9,26 @@ Shapes: B rows of S tokens, packed one after another: T = B·S.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from flexvarlen.layout.arguments import is_integer_tensor, to_int_or_none, whole_numbers
-from flexvarlen.layout.boundaries import Condition, default_capacity, document_starts
+from flexvarlen.layout.boundaries import (
+    Condition,
+    default_capacity,
+    document_starts,
+    raise_or_assert,
+)
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.checks import (
     changes_in_rows,
-    check_cu_seq_lens,
-    check_packed_layout,
-    check_positions,
     check_row_starts,
     check_same_documents,
     layout_from_cu_seq_lens,
     numbers_documents,
-    refuse_without_cu_seq_lens_q,
     same_documents,
-    seq_idx_changes,
 )
-
-BOUNDARIES = (
-    "packed_layout",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-)
-"""The keywords that only describe documents; no model uses them for anything else."""
-
-
-class GivenDocuments(NamedTuple):
-    """The arguments of a forward that describe its documents.
-
-    Not a dataclass, as Dynamo would guard on the lengths it stores.
-
-    Attributes:
-        batch, row_tokens, device: B, S and where the tokens are.
-        packed_layout: the documents of all T tokens.
-        cu_seq_lens_q, cu_seq_lens_k: int32 `[num_docs + 1]`, cumulative over all T tokens; equal.
-        max_length_q, max_length_k: tokens of the longest document, if the caller gave it; checked
-            eagerly.
-        position_ids: integer `[B, S]` or `[1, S]`.
-        attention_mask: `[B, S]`, 0 at padding; other values may number documents, in an integer
-            dtype. Beside other boundaries such a mask must agree with them.
-        seq_idx: integer `[B, S]` or `[1, S]`, the index of each token's document; together with
-            `packed_layout` or `cu_seq_lens_q` it must agree with them.
-        capacity, max_seqlen_bound: as in `PackedLayout.from_lengths`; default: those of
-            `packed_layout`, more slots if a mask beside it makes more documents.
-    """
-
-    batch: int
-    row_tokens: int
-    device: torch.device
-    packed_layout: PackedLayout | None = None
-    cu_seq_lens_q: Tensor | None = None
-    cu_seq_lens_k: Tensor | None = None
-    max_length_q: int | None = None
-    max_length_k: int | None = None
-    position_ids: Tensor | None = None
-    attention_mask: Tensor | None = None
-    seq_idx: Tensor | None = None
-    capacity: int | None = None
-    max_seqlen_bound: int | None = None
-
-    @property
-    def total_tokens(self) -> int:
-        """T."""
-        return self.batch * self.row_tokens
-
-    @property
-    def is_explicit(self) -> bool:
-        """Whether the documents are given explicitly."""
-        return self.packed_layout is not None or self.cu_seq_lens_q is not None
+from flexvarlen.patches.batch.given_documents import SAME_KEYS, GivenDocuments, check_arguments
 
 
 def find_layout(given: GivenDocuments) -> PackedLayout:
@@ -96,11 +40,12 @@ def find_layout(given: GivenDocuments) -> PackedLayout:
     In eager mode it reads the device at most once, or twice if `seq_idx` is given with
     `cu_seq_lens_q`. In a compiled graph it asserts the boundaries on the device instead.
     """
-    _check_shapes(given)
+    check_arguments(given)
     given, conditions = _in_exact_numbers(given)
     changes = None
     if given.seq_idx is not None:
-        changes = seq_idx_changes(given.seq_idx, given.batch, given.row_tokens, given.device)
+        numbers_BS = given.seq_idx.to(torch.int64)
+        changes = changes_in_rows(numbers_BS).expand(given.shape).reshape(-1)
     if not given.is_explicit:
         return _from_values(given, changes, conditions)
     explicit = _explicit_layout(given)
@@ -111,7 +56,7 @@ def find_layout(given: GivenDocuments) -> PackedLayout:
             changes,
             explicit,
             given.attention_mask,
-            (given.batch, given.row_tokens),
+            given.shape,
             reads=given.packed_layout is None,
         )
     if given.attention_mask is None:
@@ -149,28 +94,16 @@ def _in_exact_numbers(given: GivenDocuments) -> tuple[GivenDocuments, Conditions
     return given._replace(position_ids=positions, attention_mask=mask), conditions
 
 
-def _check_shapes(given: GivenDocuments) -> None:
-    shape, mask = (given.batch, given.row_tokens), given.attention_mask
-    if mask is not None and mask.shape != shape:
-        raise ValueError(
-            f"attention_mask must have shape {shape}, as the tokens, got {tuple(mask.shape)}; give "
-            "one value per token."
-        )
-    if given.position_ids is not None:
-        check_positions(given.position_ids, *shape)
-    if not given.is_explicit:
-        refuse_without_cu_seq_lens_q(given.cu_seq_lens_k, given.max_length_q, given.max_length_k)
-
-
 def _explicit_layout(given: GivenDocuments) -> PackedLayout:
     """`packed_layout`, or the layout of `cu_seq_lens_q`."""
     if given.packed_layout is not None:
-        return check_packed_layout(given.packed_layout, given.total_tokens, given.device)
-    assert given.cu_seq_lens_q is not None
-    check_cu_seq_lens(given.cu_seq_lens_q, given.cu_seq_lens_k, given.device)
-    layout = layout_from_cu_seq_lens(
-        given.cu_seq_lens_q, given.total_tokens, given.capacity, given.max_seqlen_bound
-    )
+        compiling = torch.compiler.is_compiling()
+        return given.packed_layout if compiling else given.packed_layout.to(given.device)
+    q, k = given.cu_seq_lens_q, given.cu_seq_lens_k
+    assert q is not None
+    if k is not None and k is not q:
+        raise_or_assert((k == q).all(), SAME_KEYS)
+    layout = layout_from_cu_seq_lens(q, given.total_tokens, given.capacity, given.max_seqlen_bound)
     if layout.max_seqlen is None:  # in a graph, comparing the lengths would add guards
         return layout
     for longest in (given.max_length_q, given.max_length_k):
@@ -188,7 +121,7 @@ def _from_values(
 ) -> PackedLayout:
     """The layout from positions, mask and `seq_idx` combined, or else one document per row."""
     capacity, bound, mask = given.capacity, given.max_seqlen_bound, given.attention_mask
-    shape = (given.batch, given.row_tokens)
+    shape = given.shape
     if given.position_ids is None and mask is None and changes is None:
         return PackedLayout.from_rows(
             *shape, device=given.device, capacity=capacity, max_seqlen_bound=bound
@@ -208,7 +141,7 @@ def _from_values(
         agree = Condition(
             ~contradict,
             "position_ids must restart where the document numbers of attention_mask change, got "
-            "restarts elsewhere and changes without one; leave one of them out.",
+            "restarts elsewhere and changes without one; remove one of them.",
         )
         conditions = (*conditions, agree)
     padding = None if mask is None else (mask == 0).reshape(-1)
@@ -240,11 +173,11 @@ def _with_padding(
     )
     if mask.dtype != torch.bool:
         changes = changes_in_rows(mask).reshape(-1)
-        same = same_documents(changes, explicit, mask, (given.batch, given.row_tokens))
+        same = same_documents(changes, explicit, mask, given.shape)
         agree = Condition(
             same | ~numbers_documents(mask),
             "attention_mask must be 0 and 1, or number the documents of packed_layout or "
-            "cu_seq_lens_q, got other documents; leave one of them out.",
+            "cu_seq_lens_q, got other documents; remove one of them.",
         )
         conditions = (*conditions, agree)
     padding = (mask == 0).reshape(-1) | ~explicit.real_tokens()

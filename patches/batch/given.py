@@ -13,7 +13,8 @@ from transformers import Cache
 from flexvarlen.layout.arguments import is_integer_tensor, require_tensor, whole_numbers
 from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
+from flexvarlen.patches.batch.find_layout import find_layout
+from flexvarlen.patches.batch.given_documents import BOUNDARIES, GivenDocuments
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.unpacked_rows import why_not_whole_rows
 from flexvarlen.patches.models.layers import text_config_of

@@ -1,4 +1,4 @@
-"""`Row`: the packed row of one forward, as it follows from what was given."""
+"""`PackedRow`: the packed row of one forward, as it follows from what was given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexvarlen.patches.batch.labels import NO_TARGETS, Targets
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 
 
-class Row(NamedTuple):
+class PackedRow(NamedTuple):
     """The documents of one forward, and what follows from them.
 
     Attributes:

@@ -15,7 +15,7 @@ from torch import Tensor
 from flexvarlen.layout.arguments import whole_numbers
 from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.patches.batch.find_layout import BOUNDARIES
+from flexvarlen.patches.batch.given_documents import BOUNDARIES
 
 OTHER_KEYS = "a cache that holds, or makes room for, other tokens, or a 4D attention_mask"
 """Describes a forward that is not packed, in error messages of layers."""

@@ -14,17 +14,17 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.given import Given
 from flexvarlen.patches.batch.labels import weighted_targets
-from flexvarlen.patches.batch.row import Row
+from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
-from flexvarlen.patches.forward.heads import user_loss
+from flexvarlen.patches.forward.head_checks import user_loss
 from flexvarlen.patches.forward.recurrent_layers import compiles_at_once
-from flexvarlen.patches.forward.refusals import refuse
 from flexvarlen.patches.forward.trees import TREES
 from flexvarlen.patches.models.layers import dtype_of_queries, is_compiled_by_layer
+from flexvarlen.patches.refusal import refuse
 from flexvarlen.patches.state import Patch
 
 
-def make_row(given: Given) -> Row:
+def make_row(given: Given) -> PackedRow:
     """Find the documents, and make of them what the model gets.
 
     Raises:
@@ -49,7 +49,7 @@ def make_row(given: Given) -> Row:
     row_tokens = None if given.is_explicit else given.shape[1]
     if padded is not None and given.patch.unpad:
         row_tokens = padded.shape[1]
-    return Row(
+    return PackedRow(
         layout=layout,
         several=several,
         padded=padded,
@@ -119,7 +119,7 @@ def _cache_of_row(given: Given, layout: PackedLayout) -> tuple[bool, bool | None
 
 
 def make_packed_forward(
-    module: nn.Module, patch: Patch, layout: PackedLayout, row: Row | None = None
+    module: nn.Module, patch: Patch, layout: PackedLayout, row: PackedRow | None = None
 ) -> PackedForward:
     """Build the `PackedForward` that the layers of a forward share.
 

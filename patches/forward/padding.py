@@ -17,8 +17,8 @@ from flexvarlen.patches.batch.padded_batch import (
     find_padding,
     share_prefixes_of_rows,
 )
-from flexvarlen.patches.batch.row import Row
-from flexvarlen.patches.forward.heads import check_document_labels, wrap_loss
+from flexvarlen.patches.batch.row import PackedRow
+from flexvarlen.patches.forward.head_checks import check_document_labels, wrap_loss
 from flexvarlen.patches.forward.make_row import is_compiled
 from flexvarlen.patches.state import CONTEXT
 
@@ -160,7 +160,7 @@ def refuse_rows_to_pool(padded: PaddedBatch, *, reads_first: bool) -> None:
         raise ValueError(HIDDEN_FIRST_TOKEN)
 
 
-def pad_outputs(base: nn.Module, row: Row, outputs: Any) -> None:
+def pad_outputs(base: nn.Module, row: PackedRow, outputs: Any) -> None:
     """Give a base model's outputs the shape of its padded batch."""
     if row.padded is None:
         return

@@ -17,9 +17,9 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.batch.padded_batch import PaddedBatch, pad_documents
 from flexvarlen.patches.batch.positions import has_images
-from flexvarlen.patches.batch.row import Row
+from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
-from flexvarlen.patches.forward.heads import check_document_labels
+from flexvarlen.patches.forward.head_checks import check_document_labels
 from flexvarlen.patches.forward.make_row import may_hold_several
 from flexvarlen.patches.forward.padding import (
     HIDDEN_FIRST_TOKEN,
@@ -133,7 +133,7 @@ def pooled_tokens(given: Given, layout: PackedLayout, several: bool) -> Tensor |
     return layout.first_tokens()[layout.real_documents()]
 
 
-def pool_outputs(base: Any, row: Row, outputs: Any) -> None:
+def pool_outputs(base: Any, row: PackedRow, outputs: Any) -> None:
     """Pool the first token of each document, or of each row of a padded batch."""
     hidden_BSE = outputs["last_hidden_state"]
     if row.padded is not None and base._modules.get("pooler") is not None:

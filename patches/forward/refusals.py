@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,31 +13,9 @@ from flexvarlen.patches.attention.context_parallel import why_not_sharded
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.batch.unsupported_keywords import refuse_unread
 from flexvarlen.patches.models.layers import text_config_of
+from flexvarlen.patches.refusal import Refusal, refuse
 from flexvarlen.patches.state import Patch
 from flexvarlen.upstream import required
-
-
-class Refusal(NamedTuple):
-    """What a forward refuses.
-
-    Attributes:
-        when: what was given -> whether it is refused; or a text, which is `{got}` of the sentence.
-        sentence: of the error.
-        error: NotImplementedError for what is right elsewhere.
-    """
-
-    when: Callable[[Given], bool | str | None]
-    sentence: str
-    error: type[Exception] = ValueError
-
-
-def refuse(given: Given, table: tuple[Refusal, ...]) -> None:
-    """Raise the first refusal of a table that holds."""
-    for when, sentence, error in table:
-        got = when(given)
-        if got is not None and got is not False:
-            raise error(sentence.format(got=got))
-
 
 TEXT_ALONE = ("gemma3", "gemma4", "mistral3")
 _IMAGES = (

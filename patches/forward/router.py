@@ -10,13 +10,13 @@ from flexvarlen.layout.labels import SAMPLE_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.given import Given, Inputs
-from flexvarlen.patches.batch.row import Row
+from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.models.layers import text_config_of
 from flexvarlen.patches.models.verified import is_verified
 from flexvarlen.patches.parts import ModelParts
 
 
-def weigh_tokens(given: Given, row: Row, packed: PackedForward, inputs: Inputs) -> None:
+def weigh_tokens(given: Given, row: PackedRow, packed: PackedForward, inputs: Inputs) -> None:
     """Give a head that balances experts the weights of tokens as its padding mask.
 
     These losses weigh each token by the mask, so where tokens stand for several samples it counts

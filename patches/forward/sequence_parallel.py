@@ -16,9 +16,9 @@ from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.row_split import RowSplit
 from flexvarlen.patches.batch.given import CACHE_NAMES, Given
-from flexvarlen.patches.forward.heads import user_loss
-from flexvarlen.patches.forward.refusals import Refusal, refuse
+from flexvarlen.patches.forward.head_checks import user_loss
 from flexvarlen.patches.forward.router import returns_router_logits
+from flexvarlen.patches.refusal import Refusal, refuse
 from flexvarlen.patches.why_not import ROUTER_LOGITS_OF_A_SHARD
 
 

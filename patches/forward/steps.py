@@ -1,6 +1,6 @@
 """The steps of a patched model's forward, from its arguments to what its layers get.
 
-    arguments -> `Given` (read once) -> `Row` (the documents, and what follows) -> `PackedForward`
+    arguments -> `Given` (read once) -> `PackedRow` (documents and targets) -> `PackedForward`
 
 What only some models need is in the stages of their patch: see `stages.py`. Every layer gets the
 same `PackedForward`, and the base model's mask becomes a 4D placeholder, so that transformers
@@ -17,10 +17,10 @@ from torch import nn
 from flexvarlen.patches.adapters import why_not_adapters
 from flexvarlen.patches.attention.packed_forward import PackedForward, Unpacked
 from flexvarlen.patches.batch.given import Given, Inputs, read_arguments, tokens_of
-from flexvarlen.patches.batch.row import Row
+from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.batch.unpacked_rows import check_one_document
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
-from flexvarlen.patches.forward.heads import wrap_loss
+from flexvarlen.patches.forward.head_checks import wrap_loss
 from flexvarlen.patches.forward.make_row import make_packed_forward, make_row
 from flexvarlen.patches.forward.neftune import scale_noise_by_document
 from flexvarlen.patches.forward.refusals import check_inputs
@@ -124,7 +124,7 @@ def attach_unpacked(given: Given, why: str) -> Inputs:
     return given.inputs
 
 
-def attach_row(given: Given, row: Row) -> Inputs:
+def attach_row(given: Given, row: PackedRow) -> Inputs:
     """The arguments of a forward on a packed row."""
     module, patch = given.module, given.patch
     changed = {"position_ids": row.position_ids, "use_cache": row.use_cache}

@@ -8,8 +8,8 @@ from torch import nn
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
-from flexvarlen.patches.batch.row import Row
-from flexvarlen.patches.forward.heads import HEAD, HeadReference
+from flexvarlen.patches.batch.row import PackedRow
+from flexvarlen.patches.forward.head_checks import HEAD, HeadReference
 from flexvarlen.patches.forward.padding import run_packed, unpad_batch
 from flexvarlen.patches.forward.wrapper import arguments_of_running_call
 from flexvarlen.patches.state import CONTEXT, LostDocuments, Patch
@@ -67,6 +67,6 @@ def context_from_mask(module: nn.Module, patch: Patch, inputs: Inputs) -> None:
         inputs[CONTEXT] = inputs.pop("attention_mask")
 
 
-def context_into_mask(given: Given, row: Row, packed: PackedForward, inputs: Inputs) -> None:
+def context_into_mask(given: Given, row: PackedRow, packed: PackedForward, inputs: Inputs) -> None:
     """Pass the documents as the attention_mask."""
     inputs["attention_mask"] = packed

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.segments import Segments
-from flexvarlen.patches.batch.find_layout import BOUNDARIES, GivenDocuments, find_layout
+from flexvarlen.patches.batch.find_layout import find_layout
+from flexvarlen.patches.batch.given_documents import BOUNDARIES, GivenDocuments
 from flexvarlen.patches.isolation.tokens import Unit
 from flexvarlen.patches.state import ATTRIBUTE
 

@@ -117,7 +117,7 @@ MUTATIONS = (
     ),
     Mutation(
         "heads: one label for all documents is broadcast",
-        "patches/forward/heads.py",
+        "patches/forward/head_checks.py",
         "if labels.ndim == 0 or len(labels) != documents or of_tokens:",
         "if of_tokens or (labels.ndim > 0 and len(labels) not in (1, documents)):",
         "tests/patches/forward/test_pooling_heads.py",
@@ -152,7 +152,7 @@ MUTATIONS = (
     ),
     Mutation(
         "heads: one of a base that is patched alone runs",
-        "patches/forward/heads.py",
+        "patches/forward/head_checks.py",
         "ATTRIBUTE not in self.__dict__ and getattr(self.base_model, ATTRIBUTE, None) is not None",
         "False",
         "tests/patches/forward/test_pooling_heads.py",

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 import flexvarlen as fv
 from flexvarlen.measure import time_interleaved
 from flexvarlen.patches.attention.packed_forward import PackedForward
-from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
+from flexvarlen.patches.batch.find_layout import find_layout
+from flexvarlen.patches.batch.given_documents import GivenDocuments
 from flexvarlen.patches.isolation.model_run import _State
 from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.recurrent.documents import RecurrentDocuments

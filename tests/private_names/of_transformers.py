@@ -12,7 +12,7 @@ _TOWER = "patches/forward/vision_tower.py"
 _SHARES = "patches/context_parallel_trainer.py"
 _TRAINERS = "patches/trainers.py"
 _INPUTS = "patches/batch/given.py"
-_HEADS = "patches/forward/heads.py"
+_HEADS = "patches/forward/head_checks.py"
 _ROUTER = "patches/forward/router.py"
 
 _QWEN2_VL = "transformers.models.qwen2_vl.modeling_qwen2_vl"
@@ -60,7 +60,7 @@ TRANSFORMERS = (
     *(
         Name(f"transformers.PreTrainedModel.{name}", used_by)
         for name, used_by in {
-            "base_model": "patches/parts.py patches/forward/heads.py reference/model.py",
+            "base_model": "patches/parts.py patches/forward/head_checks.py reference/model.py",
             "base_model_prefix": "reference/model.py",
             "set_attn_implementation": "patches/state.py",
             "_can_set_attn_implementation": "patches/why_not.py",

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import flexvarlen as fv
-from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
+from flexvarlen.patches.batch.find_layout import find_layout
+from flexvarlen.patches.batch.given_documents import GivenDocuments
 
 CPU = torch.device("cpu")
 T = 256

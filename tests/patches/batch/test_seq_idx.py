@@ -8,7 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DataCollatorWithFlattening
 
 import flexvarlen as fv
-from flexvarlen.patches.batch.find_layout import GivenDocuments, find_layout
+from flexvarlen.patches.batch.find_layout import find_layout
+from flexvarlen.patches.batch.given_documents import GivenDocuments
 from flexvarlen.patches.isolation.documents import documents_of, layout_of, units_of
 from tests import forms
 from tests.oracle import assert_as_accurate
