@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,20 +29,29 @@ from tests.tiny_models import config_of, new_model, one_row
 # ---- models that are right elsewhere ----
 
 
-def changed(kind, **of_config):
-    model = new_model(kind)
-    for name, value in of_config.items():
-        setattr(model.config, name, value)
-    return model
+def made(kind, *, of_config=None, **changes):
+    """A function that makes a model with `changes`, and then sets what `of_config` has."""
+
+    def make():
+        model = new_model(kind, **changes)
+        for name, value in (of_config or {}).items():
+            setattr(model.config, name, value)
+        return model
+
+    return make
 
 
 def without_parts(**of_config):
     """Whose type is refused before its parts are looked for: the heads of its layers are broken."""
-    with torch.device("meta"):
-        model = changed("qwen3", **of_config)
-    for layer in model.model.layers:
-        layer.self_attn.num_key_value_groups = "unknown"
-    return model
+
+    def make():
+        with torch.device("meta"):
+            model = made("qwen3", of_config=of_config)()
+        for layer in model.model.layers:
+            layer.self_attn.num_key_value_groups = "unknown"
+        return model
+
+    return make
 
 
 def encoder_and_decoder():
@@ -57,7 +69,7 @@ def of_a_repository():
 
 def not_causal():
     """And with layers that have no index."""
-    model = changed("qwen3", model_type="not_there")
+    model = made("qwen3", of_config={"model_type": "not_there"})()
     for layer in model.model.layers:
         del layer.self_attn.layer_idx
         layer.self_attn.is_causal = False
@@ -70,112 +82,81 @@ def with_kernels_of_the_hub():
     return model
 
 
+def window_both_ways():
+    return new_model("gemma4_text", use_bidirectional_attention="all").model
+
+
+class Case(NamedTuple):
+    """A model and settings that a reason speaks against, and the first words of its sentence."""
+
+    reason: Callable[..., str | None]
+    words: str
+    make: Callable[[], PreTrainedModel]
+    settings: Mapping[str, Any] | None = None
+
+
+TWO_STAGES = {"distributed_config": SimpleNamespace(pp_size=2)}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-SHARED = {"unpad": True, "share_prefixes": True}
-OVER_RANKS = {"sequence_parallel_group": "a group"}
-OF_TEXT = "a model with sequence_parallel_group must take text alone, with rotary tables that do no"
-CASES = [
-    *(
-        (why_not.encoder_and_decoder, "model must have one stack of layers, got ", make, settings)
-        for make in (encoder_and_decoder, lambda: without_parts(is_encoder_decoder=True))
-        for settings in ({}, {"verify": True})  # which must not be advised
-    ),
-    (
+VERIFY, UNPAD, OVER_RANKS = {"verify": True}, {"unpad": True}, {"sequence_parallel_group": "ranks"}
+ONE_STACK = "model must have one stack of layers, got "
+OF_TEXT = "a model with sequence_parallel_group must take text alone"
+CASES = (
+    Case(why_not.encoder_and_decoder, ONE_STACK, encoder_and_decoder),
+    Case(why_not.encoder_and_decoder, ONE_STACK, encoder_and_decoder, VERIFY),
+    Case(why_not.encoder_and_decoder, ONE_STACK, without_parts(is_encoder_decoder=True)),
+    Case(
         why_not.model_type,
         "model_type must be of a verified family, got 'not_there'",
-        lambda: without_parts(model_type="not_there"),
-        {},
+        without_parts(model_type="not_there"),
     ),
-    (
-        why_not.code_of_another,
-        "model must be of a class of transformers for the verified llama",
-        of_a_repository,
-        {},
-    ),
-    (
-        why_not.pipeline_parallel,
-        "pp_size must be 1 in the DistributedConfig of a patched model, got 2",
-        lambda: changed("qwen3", distributed_config=SimpleNamespace(pp_size=2)),
-        {},
-    ),
-    (
-        why_not.not_verifiable,
-        "verify=True is for causal models of text that call transformers' attention interface, got "
-        "Qwen3ForCausalLM, which has attention layers that are not causal",
-        not_causal,
-        {"verify": True},
-    ),
-    (
+    Case(why_not.code_of_another, "model must be of a class of transformers", of_a_repository),
+    Case(why_not.pipeline_parallel, "pp_size must be 1", made("qwen3", of_config=TWO_STAGES)),
+    Case(why_not.not_verifiable, "verify=True is for causal models of text", not_causal, VERIFY),
+    Case(
         why_not.encoder_as_decoder,
         "an encoder must not be a decoder, got a bert model",
         lambda: BertLMHeadModel(config_of("bert", is_decoder=True)),
-        {},
     ),
-    (
+    Case(
         why_not.unknown_head,
         "model must be a base model, or have a head ForMaskedLM, ",
         lambda: BertForPreTraining(config_of("bert")),
-        {},
     ),
-    (
+    Case(
         why_not.share_prefixes,
         "share_prefixes=True is not supported with rope_type 'longrope'",
-        lambda: new_model("phi3"),
-        SHARED,
+        made("phi3"),
+        UNPAD | {"share_prefixes": True},
     ),
-    (
-        why_not.unpad,
-        "unpad=True, which patch_trainer sets, must not be used with a vision-language model",
-        lambda: new_model("qwen2_5_vl"),
-        {"unpad": True},
-    ),
-    (
-        why_not.unpad,
-        "unpad=True must not be used with a sequence_parallel_group",
-        lambda: new_model("llama"),
-        OVER_RANKS | {"unpad": True},
-    ),
-    (
+    Case(why_not.unpad, "unpad=True, which patch_trainer sets, must not", made("qwen2_vl"), UNPAD),
+    Case(why_not.unpad, "unpad=True must not be used with a", made("llama"), OVER_RANKS | UNPAD),
+    Case(
         why_not.unknown_layers,
         "config.layer_types must name kinds of layers that are verified, got 'gated_conv'",
-        lambda: changed("llama", layer_types=["full_attention", "gated_conv"]),
-        {},
+        made("llama", of_config={"layer_types": ["full_attention", "gated_conv"]}),
     ),
-    (
-        why_not.recurrent_layers,
-        "use_kernels=True replaces recurrent layers",
-        with_kernels_of_the_hub,
-        {},
-    ),
-    *(
-        (why_not.sequence_parallel, OF_TEXT, lambda kind=kind: new_model(kind), OVER_RANKS)
-        for kind in ("qwen2_vl", "phi3")
-    ),
-    (
+    Case(why_not.recurrent_layers, "use_kernels=True replaces recur", with_kernels_of_the_hub),
+    Case(why_not.sequence_parallel, OF_TEXT, made("qwen2_vl"), OVER_RANKS),
+    Case(why_not.sequence_parallel, OF_TEXT, made("phi3"), OVER_RANKS),
+    Case(
         why_not.sequence_parallel,
-        "output_router_logits must be False under sequence_parallel_group",
-        lambda: new_model("mixtral", output_router_logits=True),
+        "output_router_logits must be False",
+        made("mixtral", output_router_logits=True),
         OVER_RANKS,
     ),
-    (
+    Case(
         why_not.sequence_parallel,
-        "batch_invariant must be False with a sequence_parallel_group, got True",
-        lambda: new_model("llama"),
+        "batch_invariant must be False with a sequence_parallel_group",
+        made("llama"),
         OVER_RANKS | {"batch_invariant": True},
     ),
-    (
-        why_not.windows_both_ways,
-        "use_bidirectional_attention must not be 'all' in a gemma4 model",
-        lambda: new_model("gemma4_text", use_bidirectional_attention="all").model,
-        {},
-    ),
-    (
+    Case(why_not.windows_both_ways, "use_bidirectional_attention must not be", window_both_ways),
+    Case(
         why_not.dynamic_rope,
         "rope_type must be one whose frequencies are the same for all documents, got dynamic",
-        lambda: new_model("llama", rope_parameters=DYNAMIC),
-        {},
+        made("llama", rope_parameters=DYNAMIC),
     ),
-]
+)
 
 
 def patch(given):
@@ -191,9 +172,9 @@ def patch(given):
 
 
 def test_each_reason_against_a_model_is_raised():
-    cases = [(words, (make, settings)) for _, words, make, settings in CASES]
+    cases = [(case.words, (case.make, case.settings or {})) for case in CASES]
     assert failed_refusals(cases, patch, NotImplementedError) == []
-    assert {reason for reason, *_ in CASES} == {*why_not.WHY_NOT_CLASS, *why_not.WHY_NOT}
+    assert {case.reason for case in CASES} == {*why_not.WHY_NOT_CLASS, *why_not.WHY_NOT}
 
 
 def test_stages_of_transformers_are_counted():
@@ -203,7 +184,7 @@ def test_stages_of_transformers_are_counted():
     if not hasattr(stages, "pp_size"):
         pytest.skip("transformers before 5.24")
     stages.pp_size = 1
-    fv.patch_model(changed("qwen3", distributed_config=stages))
+    fv.patch_model(made("qwen3", of_config={"distributed_config": stages})())
 
 
 def test_the_name_alone_of_a_type_that_is_not_verified():
@@ -228,23 +209,16 @@ class BaseWithoutKeywords(LlamaModel):
 
 
 def test_wrong_arguments():
-    def llama():
-        return new_model("llama")
-
+    llama = made("llama")
     cases = [
-        ("capacity must be an integer that fits in int32", llama, {"capacity": "8"}),
-        ("max_seqlen_bound must be an integer that fits", llama, {"max_seqlen_bound": 2.5}),
-        ("sequence_parallel_group must be a torch.distributed ProcessGroup", llama, OVER_RANKS),
+        ("capacity must be an integer that fits in int32", (llama, {"capacity": "8"})),
+        ("max_seqlen_bound must be an integer that fits", (llama, {"max_seqlen_bound": 2.5})),
+        ("sequence_parallel_group must be a torch.distributed ProcessGroup", (llama, OVER_RANKS)),
         *(
-            (
-                f"{each.__name__}.forward must take **kwargs",
-                lambda each=each: each(config_of("llama")),
-                {},
-            )
+            (f"{each.__name__}.forward must take **kwargs", (partial(each, config_of("llama")), {}))
             for each in (WithoutKeywords, BaseWithoutKeywords)
         ),
     ]
-    cases = [(words, (make, settings)) for words, make, settings in cases]
     assert failed_refusals(cases, patch) == []
 
 
