@@ -34,6 +34,9 @@ def fields(**changes):
 
 
 SHAPE = "cu_seqlens must have shape [num_docs + 1] with at least one document, got "
+END = "cu_seqlens must end at or before total_tokens=16, got "
+BOUND = "max_seqlen_bound must be at least the longest document,"
+SLOTS = "capacity must be at least the"
 POSITIONS = "position_ids must be an integer tensor [B, S], got "
 FIELDS = "a PackedLayout takes int32 boundaries and bool padding, got "
 SIZE = "must be an integer that fits in int32, at least 0, got "
@@ -41,11 +44,8 @@ BAD = [
     ("cu_seqlens must start at 0, got 1", cu_seqlens(1, 5)),
     ("cu_seqlens must start at 0, got -1", cu_seqlens(-1, 5)),
     ("cu_seqlens must never decrease, got 5 then 3 at index 2", cu_seqlens(0, 5, 3, 8)),
-    (
-        "cu_seqlens must end at or before total_tokens=16, got 20",
-        cu_seqlens(0, 5, 20, total_tokens=16),
-    ),
-    ("cu_seqlens must end at or before total_tokens=16, got 17", lengths(10, 7, total_tokens=16)),
+    (f"{END}20", cu_seqlens(0, 5, 20, total_tokens=16)),
+    (f"{END}17", lengths(10, 7, total_tokens=16)),
     (f"{SHAPE}(1, 2)", partial(PackedLayout.from_cu_seqlens, int32(0, 5)[None])),
     (f"{SHAPE}(1,)", cu_seqlens(0)),
     (f"{SHAPE}(0,)", cu_seqlens()),
@@ -55,19 +55,10 @@ BAD = [
     ("lengths must be at least 0, got -1 at index 1", lengths(4, -1)),
     ("lengths must be integers, got True at index 1", lengths(4, True)),
     ("lengths must be integers, got 2.0 at index 1", lengths(4, 2.0)),
-    (
-        "max_seqlen_bound must be at least the longest document, 9 tokens, got 8",
-        lengths(4, 9, max_seqlen_bound=8),
-    ),
-    (
-        "max_seqlen_bound must be at least the longest document, 9 tokens, got 8",
-        cu_seqlens(0, 4, 13, max_seqlen_bound=8),
-    ),
-    ("capacity must be at least the 3 documents given, got 2", lengths(1, 1, 1, capacity=2)),
-    (
-        "capacity must be at least the 4 documents given, got 3",
-        positions(torch.zeros(1, 4).long(), capacity=3),
-    ),
+    (f"{BOUND} 9 tokens, got 8", lengths(4, 9, max_seqlen_bound=8)),
+    (f"{BOUND} 9 tokens, got 8", cu_seqlens(0, 4, 13, max_seqlen_bound=8)),
+    (f"{SLOTS} 3 documents given, got 2", lengths(1, 1, 1, capacity=2)),
+    (f"{SLOTS} 4 documents given, got 3", positions(torch.zeros(1, 4).long(), capacity=3)),
     (f"{POSITIONS}torch.float32", positions(torch.zeros(2, 4))),
     (f"{POSITIONS}torch.bool", positions(torch.ones(2, 4).bool())),
     (f"{POSITIONS}torch.int64 (3, 2, 4)", positions(torch.zeros(3, 2, 4).long())),
@@ -96,7 +87,7 @@ def test_boundaries_that_only_the_gpu_knows_are_read_back_and_checked():
     cases = [
         ("cu_seqlens must start at 0, got 1", int32(1, 16)),
         ("cu_seqlens must never decrease", int32(0, 9, 3, 16)),
-        ("cu_seqlens must end at or before total_tokens=16, got 40", int32(0, 9, 40)),
+        (f"{END}40", int32(0, 9, 40)),
     ]
     make = partial(PackedLayout.from_cu_seqlens, total_tokens=16)
     assert failed_refusals(cases, lambda boundaries: make(boundaries.cuda())) == []

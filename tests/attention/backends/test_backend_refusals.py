@@ -54,16 +54,20 @@ def test_a_backend_that_cannot_says_why_and_nothing_else_runs():
         ("sdpa needs a float dtype, got torch.int32", "sdpa", of_dtype(torch.int32)),
         ("reference needs a float dtype, got torch.int32", "reference", of_dtype(torch.int32)),
         ("reference is not batch invariant", "reference", {"batch_invariant": True}),
-        (
-            "no backend can serve this call. sdpa: sdpa has no softcap",
-            "auto",
-            {"softcap": 2.0, "batch_invariant": True},
-        ),
     ]
     calls = [(words, {"backend": backend, **given}) for words, backend, given in cases]
     assert failed_refusals(calls, attend, NotImplementedError) == []
-    unknown = "backend must be one of reference, sdpa, flex, flex_fa4, "
-    assert failed_refusals([(unknown, {"backend": "flash"})], attend) == []
+
+
+def test_unknown_backend():
+    words = "backend must be one of reference, sdpa, flex, flex_fa4, "
+    assert failed_refusals([(words, {"backend": "flash"})], attend) == []
+
+
+def test_auto_gives_the_reason_of_each_backend_that_it_tried():
+    call = partial(attend, {"softcap": 2.0, "batch_invariant": True})
+    words = "^no backend can serve this call. sdpa: sdpa has no softcap"
+    refused(NotImplementedError, words, "reference is not batch invariant", call)
 
 
 def test_dual_tensor_is_refused():
