@@ -30,28 +30,17 @@ def refused_rows(group: Any) -> list[str]:
     other_documents = fv.PackedLayout.from_lengths([60 + rank, 60 - rank])
     same = f"batch must be the same row on every rank of the group, got another on rank {1 - rank}"
     cases = [
-        (
-            "batch must be a mapping with packed_layout on every rank, got NoneType",
-            {"batch": ROW if rank else None},
-        ),
-        (
-            "batch must have its documents as packed_layout, a PackedLayout, got NoneType",
-            {"batch": ROW if rank else {"input_ids": IDS}},
-        ),
+        ("batch must be a mapping with packed_layout", {"batch": ROW if rank else None}),
+        ("batch must have its documents as", {"batch": ROW if rank else {"input_ids": IDS}}),
         (same, {"batch": ROW | {"input_ids": IDS + rank}}),
         (same, {"batch": ROW | {"packed_layout": other_documents}}),
         (same, {"batch": ROW | {"weights": torch.full((1, TOKENS), rank).bfloat16()}}),
         (same, {"batch": ROW | {"num_items_in_batch": rank}}),
-        (
-            "the options must be the same on every rank of the group, {'method': 'documents', ",
-            {"batch": ROW, "causal": rank > 0},
-        ),
-        (
-            "group must be one that this process is in",
-            {"batch": ROW, "group": dist.GroupMember.NON_GROUP_MEMBER},
-        ),
+        ("the options must be the same on every rank", {"causal": rank > 0}),
+        ("group must be one that this process", {"group": dist.GroupMember.NON_GROUP_MEMBER}),
     ]
-    return failed_refusals(cases, lambda given: fv.shard_row(**{"group": group} | given))
+    row = {"batch": ROW, "group": group}
+    return failed_refusals(cases, lambda given: fv.shard_row(**row | given))
 
 
 def refused_attention(group: Any) -> list[str]:
@@ -64,42 +53,29 @@ def refused_attention(group: Any) -> list[str]:
         options = {"q": x, "k": x, "v": x, "layout": causal, "group": group} | given
         documents_attention(**options)
 
+    both = {"layout": both_ways, "causal": False}
     unsupported = "documents_attention does not support "
-    failed = failed_refusals(
-        [
-            (f"{unsupported}prefix; remove it", {"prefix": torch.tensor([1, 0, 0])}),
-            (f"{unsupported}batch_invariant; remove it", {"batch_invariant": True}),
-            (
-                f"{unsupported}chunk; remove it",
-                {"layout": both_ways, "chunk": 5, "causal": False},
-            ),
-            (
-                f"{unsupported}window (left, right); remove it",
-                {"layout": both_ways, "window": (3, 2), "causal": False},
-            ),
-        ],
-        attend,
-        NotImplementedError,
-    )
-    failed += failed_refusals(
-        [
-            ("layout must be the shard of rank", {"layout": WHOLE}),
-            ("k must have the layout's total_tokens=60 rows, got 59", {"k": x[1:]}),
-            (
-                "the layout of a shard must be made for attention with causal=False, got",
-                {"causal": False},
-            ),
-        ],
-        attend,
-    )
-    whole = " must describe whole documents, got one rank's shard"
-    elsewhere = [
-        (f"layout{whole}", lambda: fv.packed_attention(x, x, x, causal)),
-        (f"packed_layout{whole}", lambda: alone(IDS[:, : len(x)], packed_layout=causal)),
+    options = [
+        (f"{unsupported}prefix; remove it", {"prefix": torch.tensor([1, 0, 0])}),
+        (f"{unsupported}batch_invariant; remove it", {"batch_invariant": True}),
+        (f"{unsupported}chunk; remove it", {**both, "chunk": 5}),
+        (f"{unsupported}window (left, right); remove it", {**both, "window": (3, 2)}),
     ]
-    return failed + failed_refusals(
-        elsewhere, lambda call: call(), (ValueError, NotImplementedError)
-    )
+    wrong = [
+        ("layout must be the shard of rank", {"layout": WHOLE}),
+        ("k must have the layout's total_tokens=60 rows, got 59", {"k": x[1:]}),
+        ("the layout of a shard must be made for attention with causal=False", {"causal": False}),
+    ]
+    whole = "must describe whole documents, got one rank's shard"
+    elsewhere = [
+        (f"layout {whole}", lambda: fv.packed_attention(x, x, x, causal)),
+        (f"packed_layout {whole}", lambda: alone(IDS[:, : len(x)], packed_layout=causal)),
+    ]
+    return [
+        *failed_refusals(options, attend, NotImplementedError),
+        *failed_refusals(wrong, attend),
+        *failed_refusals(elsewhere, lambda call: call(), (ValueError, NotImplementedError)),
+    ]
 
 
 def refused_forwards(group: Any) -> list[str]:
@@ -120,96 +96,64 @@ def refused_forwards(group: Any) -> list[str]:
     reordered = dict(reversed(ROW.items()))  # which is the same row
     shard = fv.shard_row(reordered if dist.get_rank(group) else ROW, group)
     ids, own = shard["input_ids"], shard["packed_layout"]
-    plain = {"input_ids": ids, "packed_layout": own}
     of_encoder = fv.shard_row(ROW, group, causal=False)
     both_ways = {"packed_layout": of_encoder["packed_layout"]}
-    others = sharded_layout(
-        plan_row(ROWS["long"], 2, total_tokens=TOKENS), 1 - dist.get_rank(group)
-    )
+    plan = plan_row(ROWS["long"], 2, total_tokens=TOKENS)
+    others = sharded_layout(plan, 1 - dist.get_rank(group))
     tree = fv.PackedLayout.from_tree([60, 30, 30], parents=[-1, 0, 0])
     uncounted = fv.shard_row(TREES(tree_samples(0)), group)
     del uncounted["num_items_in_batch"]
 
+    def own_shard(**changes: Any) -> dict[str, Any]:
+        return {"input_ids": ids, "packed_layout": own} | changes
+
+    no_layout = {"input_ids": ids}
     of_shard = "packed_layout must be that of this rank's shard under sequence_parallel_group, got "
     size = "packed_layout must cover the shard's tokens [1, S], got 60 tokens"
+    shifted = "labels of a shard must come with shift_labels"
     made_for = "the layout of a shard must be made for attention with causal="
     consecutive = "a model with recurrent layers must get consecutive tokens of the row"
     out = "cannot be combined with sequence_parallel_group"
+    same_size, ones = fv.PackedLayout.from_lengths([60]), torch.ones_like(ids)
     wrong = [
-        (f"{of_shard}NoneType", model, {"input_ids": ids}),
-        (f"{of_shard}list", model, plain | {"packed_layout": [60]}),
+        (f"{of_shard}NoneType", model, no_layout),
+        (f"{of_shard}list", model, own_shard(packed_layout=[60])),
         (
-            f"{of_shard}PackedLayout(3 documents of 100, 1, 19 tokens, total_tokens=120",
+            f"{of_shard}PackedLayout(3 documents of 100, 1, 19",
             model,
-            plain | {"packed_layout": WHOLE},
+            own_shard(packed_layout=WHOLE),
         ),
-        (
-            f"{of_shard}PackedLayout(1 documents of 60 tokens",
-            model,
-            plain | {"packed_layout": fv.PackedLayout.from_lengths([60])},
-        ),
-        (
-            f"{of_shard}PackedLayout(1 tree of 3 segments",
-            model,
-            plain | {"packed_layout": tree},
-        ),
-        ("packed_layout must be the shard of rank", model, plain | {"packed_layout": others}),
-        (size, model, plain | {"input_ids": ids[:, 1:]}),
-        (size, model, plain | {"input_ids": ids.view(2, -1)}),
-        (f"attention_mask {out}", model, plain | {"attention_mask": torch.ones_like(ids)}),
-        (
-            f"attention_mask {out}",
-            model,
-            {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-        ),
-        (f"cu_seq_lens_q {out}", model, {"input_ids": ids, "cu_seq_lens_q": own.cu_seqlens}),
-        (f"seq_idx {out}", model, plain | {"seq_idx": torch.zeros_like(ids)}),
-        (f"use_cache {out}", model, plain | {"use_cache": True}),
-        (f"logits_to_keep {out}", model, plain | {"logits_to_keep": 1}),
-        (
-            (f"cache {out}", f"past_key_values {out}"),
-            model.generate,
-            {"inputs": ids, "max_new_tokens": 2},
-        ),
-        (
-            "position_ids must be those of the shard",
-            model,
-            plain | {"position_ids": torch.arange(TOKENS)[None]},
-        ),
-        (
-            "labels of a shard must come with shift_labels",
-            model,
-            plain | {"labels": ids, "num_items_in_batch": 9},
-        ),
-        (
-            "labels of a shard must come with shift_labels",
-            model,
-            plain | {"labels": ids, "shift_labels": ids},
-        ),
+        (f"{of_shard}PackedLayout(1 documents of 60", model, own_shard(packed_layout=same_size)),
+        (f"{of_shard}PackedLayout(1 tree of 3 segments", model, own_shard(packed_layout=tree)),
+        ("packed_layout must be the shard of rank", model, own_shard(packed_layout=others)),
+        (size, model, own_shard(input_ids=ids[:, 1:])),
+        (size, model, own_shard(input_ids=ids.view(2, -1))),
+        (f"attention_mask {out}", model, own_shard(attention_mask=ones)),
+        (f"attention_mask {out}", model, {**no_layout, "attention_mask": ones}),
+        (f"cu_seq_lens_q {out}", model, {**no_layout, "cu_seq_lens_q": own.cu_seqlens}),
+        (f"seq_idx {out}", model, own_shard(seq_idx=ones)),
+        (f"use_cache {out}", model, own_shard(use_cache=True)),
+        (f"logits_to_keep {out}", model, own_shard(logits_to_keep=1)),
+        ((f"cache {out}", f"past_key_values {out}"), model.generate, {"inputs": ids}),
+        ("position_ids must be those of the shard", model, own_shard(position_ids=IDS)),
+        (shifted, model, own_shard(labels=ids, num_items_in_batch=9)),
+        (shifted, model, own_shard(labels=ids, shift_labels=ids)),
         ("label_counts of a shard must come with num_items_in_batch", model, uncounted),
-        (
-            "model.loss_function must have parameters shift_labels and num_items_in_batch",
-            losing,
-            shard,
-        ),
-        (f"{made_for}True, got", model, plain | both_ways),
+        ("model.loss_function must have parameters shift_labels and", losing, shard),
+        (f"{made_for}True, got", model, own_shard(**both_ways)),
         (f"{made_for}False, got", encoder, shard),
-        (f"{made_for}False, window=", windows, plain | both_ways),
+        (f"{made_for}False, window=", windows, own_shard(**both_ways)),
         ("labels of a shard must come with num_items_in_batch", encoder, shard | both_ways),
-        (
-            "return_dict must stay True with labels of a shard",
-            encoder,
-            of_encoder | {"return_dict": False},
-        ),
+        ("return_dict must stay True with labels", encoder, {**of_encoder, "return_dict": False}),
         (consecutive, mixing, shard),
         (consecutive, mixing, fv.shard_row(batch_of((60, 60)), group)),
     ]
     unsupported = [
-        ("BertModel pools documents", pooler, plain | both_ways),
-        ("BertForSequenceClassification pools documents", classifier, plain | both_ways),
+        ("BertModel pools documents", pooler, own_shard(**both_ways)),
+        ("BertForSequenceClassification pools documents", classifier, own_shard(**both_ways)),
         ("labels must be next tokens under sequence_parallel_group", tagger, shard),
-        ("output_router_logits must be False", experts, plain | {"output_router_logits": True}),
-        ("attention dropout must be 0", dropping, plain),
+        ("output_router_logits must be False", experts, own_shard(output_router_logits=True)),
+        ("attention dropout must be 0", dropping, own_shard()),
     ]
     failed = []
     with rows_without_a_case(sequence_parallel, "SHARDS") as without:
