@@ -16,7 +16,7 @@ def keys(**changes):
     return {name: tensor(**changes) for name in "kv"}
 
 
-def test_tensors_that_do_not_fit():
+def test_tensors_that_do_not_fit_reach_a_kernel():
     short = "must have the layout's total_tokens=16 rows, got 8"
     heads = "num_heads must be a multiple of num_kv_heads, got 4 and "
     cases = [
@@ -63,7 +63,7 @@ def test_numbers_that_would_give_nan():
     assert failed_refusals(cases, attend) == []
 
 
-def test_windows():
+def test_windows_that_are_none_mask_something():
     pair = "window must be an integer or (left, right), each at least -1, got "
     cases = [
         *((f"window must be at least 1, got {window}", window) for window in (0, -1)),

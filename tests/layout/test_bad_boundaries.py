@@ -78,7 +78,7 @@ BAD = [
 ]
 
 
-def test_bad_boundaries():
+def test_bad_boundaries_make_a_layout():
     assert failed_refusals(BAD, lambda make: make()) == []
 
 

@@ -163,7 +163,8 @@ def patch(given):
         assert model.config._attn_implementation == before
 
 
-def test_each_reason_against_a_model_is_raised():
+def test_a_model_that_cannot_be_packed_is_patched():
+    """Each reason of the runtime's tables has a case."""
     cases = [(case.words, (case.make, case.settings or {})) for case in CASES]
     assert failed_refusals(cases, patch, NotImplementedError) == []
     assert {case.reason for case in CASES} == {*why_not.WHY_NOT_CLASS, *why_not.WHY_NOT}
@@ -200,7 +201,7 @@ class BaseWithoutKeywords(LlamaModel):
         return super().forward(input_ids=input_ids, position_ids=position_ids)
 
 
-def test_wrong_arguments():
+def test_wrong_arguments_patch_a_model():
     llama = made("llama")
     cases = [
         ("capacity must be an integer that fits in int32", (llama, {"capacity": "8"})),

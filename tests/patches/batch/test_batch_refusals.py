@@ -72,13 +72,9 @@ DOCUMENTS = [
         "cu_seq_lens_k must be an int32 tensor [documents + 1], got list",
         cu_seq_lens(0, 100, 256, cu_seq_lens_k=[0, 100, 256]),
     ),
-    (
-        "cu_seq_lens_k must equal cu_seq_lens_q",
-        cu_seq_lens(0, 100, 256, cu_seq_lens_k=int32(0, 99, 256)),
-    ),
-    (
-        "cu_seq_lens_k must equal cu_seq_lens_q",
-        cu_seq_lens(0, 100, 256, cu_seq_lens_k=int32(0, 99, 100, 256)),
+    *(
+        ("cu_seq_lens_k must equal cu_seq_lens_q", cu_seq_lens(0, 100, 256, cu_seq_lens_k=keys))
+        for keys in (int32(0, 99, 256), int32(0, 99, 100, 256))
     ),
     (f"{LONGEST}155", cu_seq_lens(0, 100, 256, max_length_q=155)),
     (f"{LONGEST}100", cu_seq_lens(0, 100, 256, max_length_q=156, max_length_k=100)),
@@ -86,13 +82,9 @@ DOCUMENTS = [
     ("packed_layout must be a PackedLayout, got list", {"packed_layout": [100, 156]}),
     ("packed_layout must cover the batch's 256 tokens on cpu, got 255", layout_of(100, 155)),
     ("packed_layout must cover the batch's 256 tokens on cpu, got 257", layout_of(100, 157)),
-    (
-        "a document must not cross the boundary of two rows of 128 tokens",
-        IN_TWO_ROWS | layout_of(100, 156),
-    ),
-    (
-        "a document must not cross the boundary of two rows of 128 tokens",
-        IN_TWO_ROWS | cu_seq_lens(0, 100, 200, 256),
+    *(
+        ("a document must not cross the boundary of two rows of 128", IN_TWO_ROWS | documents)
+        for documents in (layout_of(100, 156), cu_seq_lens(0, 100, 200, 256))
     ),
     ("seq_idx must be an integer tensor of shape (1, 256), got list", {"seq_idx": [[0, 1]]}),
     *(
@@ -106,7 +98,7 @@ DOCUMENTS = [
 ]
 
 
-def test_wrong_documents(model):
+def test_wrong_documents_reach_a_kernel(model):
     """Of a patched model, and of one by its attention's name alone."""
     refuses(model, DOCUMENTS)
     refuses(by_name(), DOCUMENTS)
@@ -116,7 +108,7 @@ POSITIONS = "position_ids must have shape (1, 256), as the tokens, got "
 SHORT = ROW.position_ids[:, :-1]
 
 
-def test_wrong_arguments_of_a_patched_model(model):
+def test_wrong_arguments_reach_a_kernel(model):
     refuses(
         model,
         [
@@ -166,8 +158,8 @@ def test_more_documents_or_longer_ones_than_asked_for():
             refuses(model, [(f"{name} must be at least the ", inputs)])
 
 
-def test_each_row_of_the_table_of_trees(model):
-    """Also where samples happen to share nothing."""
+def test_what_trees_do_not_go_with_reaches_a_kernel(model):
+    """Also where samples happen to share nothing. Each row of the table refuses some call."""
     shared, apart = (
         fv.share_prefixes(texts).batch() for texts in ([[5, 6, 7], [5, 6, 8]], [[5, 6, 7], [8, 9]])
     )
@@ -190,8 +182,11 @@ def test_each_row_of_the_table_of_trees(model):
             for reason, other in others.items():
                 words = f"a packed_layout of trees is not supported with {reason}"
                 refuses(other, [(words, batch)], NotImplementedError)
-        alone = shared | {"label_counts": None}
-        refuses(model, [("shift_labels must come with label_counts", alone)])
+        of_trees = [
+            ("shift_labels must come with label_counts", {"label_counts": None}),
+            ("attention_mask cannot be combined with", {"attention_mask": shared["input_ids"]}),
+        ]
+        refuses(model, [(words, shared | change) for words, change in of_trees])
     assert without == set()
 
 
