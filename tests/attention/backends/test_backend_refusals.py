@@ -235,17 +235,16 @@ def test_what_the_kernel_behind_varlen_lacks(monkeypatch, behind, kind, reason):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "head_dim", "dtype", "words"),
-    [
-        ("varlen", 264, torch.bfloat16, ".* at most 256, got 264"),
-        ("varlen", 60, torch.bfloat16, ".* multiple of 8.*got 60"),
-        ("varlen", 64, torch.float32, ".* bfloat16 or float16, got torch.float32"),
-        ("flex", 8, torch.bfloat16, ".* at least 16 on a GPU, got 8"),
-    ],
-)
-def test_head_dim_or_dtype_that_a_gpu_kernel_lacks(backend, head_dim, dtype, words):
-    given = {name: tensor(dim=head_dim, dtype=dtype, device="cuda") for name in "qkv"}
-    given["layout"] = PackedLayout.from_lengths([TOKENS], device="cuda")
-    call = partial(attend, {**given, "backend": backend})
-    refused(NotImplementedError, backend + words, "", call)
+def test_head_dim_or_dtype_that_a_gpu_kernel_lacks():
+    dims = "varlen needs head_dim a multiple of 8 and at most 256, got "
+    cases = [
+        (f"{dims}264", "varlen", {"dim": 264, "dtype": torch.bfloat16}),
+        (f"{dims}60", "varlen", {"dim": 60, "dtype": torch.bfloat16}),
+        ("varlen needs bfloat16 or float16, got torch.float32", "varlen", {"dim": 64}),
+        ("flex needs head_dim at least 16, got 8", "flex", {"dtype": torch.bfloat16}),
+    ]
+    layout = PackedLayout.from_lengths([TOKENS], device="cuda")
+    for words, backend, kind in cases:
+        qkv = {name: tensor(device="cuda", **kind) for name in "qkv"}
+        given = {**qkv, "layout": layout, "backend": backend}
+        assert failed_refusals([(words, given)], attend, NotImplementedError) == []
