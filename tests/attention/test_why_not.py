@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from flexvarlen.attention.backends import flex_fa4, registry
 from flexvarlen.attention.backends.cu_seqlens import fa3
 from flexvarlen.attention.backends.registry import BACKENDS, get_backend, refusal
 from flexvarlen.attention.call import AttentionCall
+from tests.pairwise import pairwise
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 MASKS = (
@@ -28,6 +29,7 @@ MASKS = (
     {"return_lse": True},
 )
 LENGTHS = ((1,), (8,), (3, 5))
+ALIGN = ("bottom_right", "top_left")
 KEYS = ("none", "the same object", "an equal layout", "another layout")
 
 
@@ -83,11 +85,12 @@ def test_refused_and_run(name, device, dtype, needs_grad):
         lengths, keys = LENGTHS[1:2], KEYS[:2]  # each shape is compiled
     else:
         lengths, keys = LENGTHS, KEYS
-    cases = itertools.product(lengths, keys, ("bottom_right", "top_left"), MASKS)
+    cases = product(lengths, keys, ALIGN, MASKS)
     found = [disagreement(name, device, dtype, needs_grad, *case) for case in cases]
     assert [x for x in found if x is not None] == []
 
 
+FORMS = ("plain", "cross", "tree")
 WINDOWS = (None, 1, 3, (2, 0), (2, 2), (-1, 2), (-1, -1), 2**31)
 OPTIONS = (
     {},
@@ -96,6 +99,11 @@ OPTIONS = (
     {"deterministic": True},
     {"batch_invariant": True},
 )
+FACTORS = {
+    "form, causal, prefix, align": [*product(FORMS, (True, False), (None, 2), ALIGN)],
+    "window, chunk": [*product(WINDOWS, (None, 4))],
+    "options, needs_grad": [*product(OPTIONS, (True, False))],
+}
 
 
 class Chosen(Exception):
@@ -104,7 +112,7 @@ class Chosen(Exception):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_why_not_equals_the_call(monkeypatch, name, dtype):
+def test_why_not_equals_the_call(monkeypatch, request, name, dtype):
     """As of a GPU with every package: what a call asks its backend, why_not asks too."""
     backend = get_backend(name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -129,13 +137,10 @@ def test_why_not_equals_the_call(monkeypatch, name, dtype):
     plain = fv.PackedLayout.from_lengths([3, 5])
     tree = fv.PackedLayout.from_tree([4, 2, 2], [-1, 0, 0])
     layouts = {"plain": (plain, None), "cross": (plain, plain), "tree": (tree, None)}
-    cases = itertools.product(
-        *(layouts, WINDOWS, (None, 4), (None, 2), (True, False), ("bottom_right", "top_left")),
-        *(OPTIONS, (True, False)),
-    )
+    whole = request.config.getoption("--all-forms")
     served = 0
-    for case in cases:
-        form, window, chunk, prefix, causal, align, options, needs_grad = case
+    for case in product(*FACTORS.values()) if whole else pairwise(FACTORS):
+        (form, causal, prefix, align), (window, chunk), (options, needs_grad) = case
         (layout, layout_k), mask = layouts[form], {"window": window, "chunk": chunk}
         mask |= {"causal": causal, "align": align} | options
         q, k = (torch.randn(8, h, 64, dtype=dtype, requires_grad=needs_grad) for h in (4, 2))

@@ -106,7 +106,7 @@ MUTATIONS = (
         "patches/forward/steps.py",
         "if ATTRIBUTE in base.__dict__ and row.several and not packed.delivery.reached_base:",
         "if False:",
-        "tests/patches/batch/test_batch_refusals.py",
+        "tests/patches/forward/test_dropped_documents.py",
     ),
     Mutation(
         "heads: without ids the last token of a row is padding",

@@ -20,7 +20,11 @@ from tests.parallel.documents_ranks import (
     in_group,
     rounded_once,
 )
-from tests.parallel.documents_refusals import refusals
+from tests.parallel.documents_refusals import (
+    refused_attention,
+    refused_forwards,
+    refused_rows,
+)
 from tests.parallel.documents_rows import ROWS, TOKENS, batch_of
 from tests.ranks import Ranks
 from tests.tiny_models import new_model
@@ -136,5 +140,6 @@ def test_a_copy_keeps_the_group_and_a_pickle_leaves_it_out(shares):
         assert found == {"copy": True, "again": True, "whole": "bits", "generated": 2}
 
 
-def test_refused_calls(shares):
-    assert shares(2, refusals) == [{}, {}]
+@pytest.mark.parametrize("refused", [refused_rows, refused_attention, refused_forwards])
+def test_a_rank_hangs_or_goes_wrong_on_what_must_be_refused(shares, refused):
+    assert shares(2, refused) == [[], []]

@@ -19,67 +19,81 @@ from flexvarlen import PackedLayout, packed_attention, why_not
 from flexvarlen.attention.backends import fa4_package
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.env import FA4_FOLDER, FA4_KEEPS
-from tests.sentences import TOKENS, _no_kernel_may_run, refused, tensor  # noqa: F401
+from tests.sentences import (  # noqa: F401
+    TOKENS,
+    attend,
+    failed_refusals,
+    no_kernel_runs,
+    refused,
+    tensor,
+)
 
-GPU_ONLY = ("flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4")
+
+def of_dtype(dtype):
+    return {name: tensor(dtype=dtype) for name in "qkv"}
+
+
+def test_a_backend_that_cannot_says_why_and_nothing_else_runs():
+    numbers = "has no softcap, no sinks and no LSE"
+    cases = [
+        ("flex has no backward on the CPU", "flex", {"q": tensor().requires_grad_()}),
+        ("flex returns no LSE on the CPU", "flex", {"return_lse": True}),
+        ("flex returns no LSE on the CPU", "flex", {"sinks": torch.zeros(4)}),
+        (
+            "flex needs float32, bfloat16 or float16, got torch.float64",
+            "flex",
+            of_dtype(torch.float64),
+        ),
+        *(
+            (f"{name} needs a CUDA GPU, got cpu", name, {})
+            for name in ("flex_fa4", "varlen", "cudnn", "nested", "fa2", "fa3", "fa4")
+        ),
+        (f"sdpa {numbers}", "sdpa", {"softcap": 3.0}),
+        (f"sdpa {numbers}", "sdpa", {"sinks": torch.zeros(4)}),
+        (f"sdpa {numbers}", "sdpa", {"return_lse": True}),
+        ("sdpa needs a float dtype, got torch.int32", "sdpa", of_dtype(torch.int32)),
+        ("reference needs a float dtype, got torch.int32", "reference", of_dtype(torch.int32)),
+        ("reference is not batch invariant", "reference", {"batch_invariant": True}),
+    ]
+    calls = [(words, {"backend": backend, **given}) for words, backend, given in cases]
+    assert failed_refusals(calls, attend, NotImplementedError) == []
 
 
 def test_unknown_backend():
-    layout = PackedLayout.from_lengths([TOKENS])
-    refused(
-        ValueError,
-        "one of reference, sdpa, flex, flex_fa4, .* or auto, got 'flash'",
-        "choose one",
-        lambda: packed_attention(tensor(), tensor(), tensor(), layout, backend="flash"),
-    )
+    words = "backend must be one of reference, sdpa, flex, flex_fa4, "
+    assert failed_refusals([(words, {"backend": "flash"})], attend) == []
+
+
+def test_auto_gives_the_reason_of_each_backend_that_it_tried():
+    call = partial(attend, {"softcap": 2.0, "batch_invariant": True})
+    words = "^no backend can serve this call. sdpa: sdpa has no softcap"
+    refused(NotImplementedError, words, "reference is not batch invariant", call)
+
+
+def test_dual_tensor_is_refused():
+    """flex and the kernels over cu_seqlens would leave the tangent out without a word."""
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(tensor(), tensor())
+        cases = [
+            (f"{chosen} has no forward-mode gradient", {name: dual, "backend": backend})
+            for backend, chosen in (("sdpa", "sdpa"), ("flex", "flex"), ("auto", "sdpa"))
+            for name in "qkv"
+        ]
+        assert failed_refusals(cases, attend, NotImplementedError) == []
+
+
+IN_A_GRAPH = ("compiled", "compiled_inside")
 
 
 @pytest.mark.parametrize(
-    ("backend", "options", "contract", "remedy"),
+    ("backend", "how"),
     [
-        ("flex", {"q": tensor().requires_grad_()}, "no backward on the CPU", "backend='sdpa'"),
-        ("flex", {"return_lse": True}, "no LSE on the CPU", "backend='reference'"),
-        ("flex", {"sinks": torch.zeros(4)}, "no LSE on the CPU", "backend='reference'"),
-        ("flex", {"dtype": torch.float64}, "got torch.float64", "backend='sdpa'"),
-        *((name, {}, "needs a CUDA GPU, got cpu", "backend='sdpa'") for name in GPU_ONLY),
-        ("sdpa", {"softcap": 3.0}, "no softcap, no sinks and no LSE", "backend='flex'"),
-        ("sdpa", {"sinks": torch.zeros(4)}, "no softcap, no sinks and no LSE", "backend='flex'"),
-        ("sdpa", {"return_lse": True}, "no softcap, no sinks and no LSE", "backend='flex'"),
-        ("sdpa", {"dtype": torch.int32}, "float dtype, got torch.int32", "convert"),
-        ("reference", {"dtype": torch.int32}, "float dtype, got torch.int32", "convert"),
-        ("reference", {"batch_invariant": True}, "not batch invariant", "backend='sdpa'"),
+        *(("sdpa", how) for how in ("plain", "nested", *IN_A_GRAPH)),
+        *(("flex", how) for how in ("plain", "nested")),
+        # sdpa holds it by default: a graph is refused before a backend is called.
+        *(pytest.param("flex", how, marks=pytest.mark.slow) for how in IN_A_GRAPH),
     ],
 )
-def test_backend_that_cannot_says_why_and_never_falls_back(backend, options, contract, remedy):
-    options = dict(options)
-    base = tensor(dtype=options.pop("dtype", torch.float32))
-    q = options.pop("q", base)
-    layout = PackedLayout.from_lengths([TOKENS])
-    refused(
-        NotImplementedError,
-        rf"^{backend}.*{contract}",
-        remedy,
-        lambda: packed_attention(q, base, base, layout, backend=backend, **options),
-    )
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "flex", "auto"])
-@pytest.mark.parametrize("of", ["q", "k", "v"])
-def test_dual_tensor_is_refused(backend, of):
-    """flex and the kernels over cu_seqlens would leave the tangent out without a word."""
-    layout = PackedLayout.from_lengths([TOKENS])
-    tensors = {name: tensor() for name in "qkv"}
-
-    def run():
-        with forward_ad.dual_level():
-            tensors[of] = forward_ad.make_dual(tensors[of], tensors[of])
-            return packed_attention(*tensors.values(), layout, backend=backend)
-
-    refused(NotImplementedError, "no forward-mode gradient", "backend='reference'", run)
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "flex"])
-@pytest.mark.parametrize("how", ["plain", "nested", "compiled", "compiled_inside"])
 def test_forward_mode_transform_is_refused(backend, how):
     torch._dynamo.reset()
     attend = partial(packed_attention, layout=PackedLayout.from_lengths([TOKENS]), backend=backend)
@@ -106,17 +120,6 @@ def test_forward_mode_transform_is_refused(backend, how):
 def dual(function, q, k, v):
     with forward_ad.dual_level():
         return function(forward_ad.make_dual(q, q), k, v)
-
-
-def test_auto_gives_the_reason_of_each_backend_that_it_tried():
-    layout = PackedLayout.from_lengths([TOKENS])
-    asked = {"softcap": 2.0, "batch_invariant": True}
-    refused(
-        NotImplementedError,
-        "no backend can serve this call. sdpa: sdpa has no softcap",
-        "reference is not batch invariant",
-        lambda: packed_attention(tensor(), tensor(), tensor(), layout, **asked),
-    )
 
 
 @pytest.mark.parametrize(
@@ -232,21 +235,16 @@ def test_what_the_kernel_behind_varlen_lacks(monkeypatch, behind, kind, reason):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "head_dim", "dtype", "contract", "remedy"),
-    [
-        ("varlen", 264, torch.bfloat16, "at most 256, got 264", "backend='flex'"),
-        ("varlen", 60, torch.bfloat16, "multiple of 8.*got 60", "backend='flex'"),
-        ("varlen", 64, torch.float32, "bfloat16 or float16, got torch.float32", "convert"),
-        ("flex", 8, torch.bfloat16, "at least 16 on a GPU, got 8", "use 'sdpa'"),
-    ],
-)
-def test_head_dim_or_dtype_that_a_gpu_kernel_lacks(backend, head_dim, dtype, contract, remedy):
-    x = tensor(dim=head_dim, dtype=dtype, device="cuda")
+def test_head_dim_or_dtype_that_a_gpu_kernel_lacks():
+    dims = "varlen needs head_dim a multiple of 8 and at most 256, got "
+    cases = [
+        (f"{dims}264", "varlen", {"dim": 264, "dtype": torch.bfloat16}),
+        (f"{dims}60", "varlen", {"dim": 60, "dtype": torch.bfloat16}),
+        ("varlen needs bfloat16 or float16, got torch.float32", "varlen", {"dim": 64}),
+        ("flex needs head_dim at least 16, got 8", "flex", {"dtype": torch.bfloat16}),
+    ]
     layout = PackedLayout.from_lengths([TOKENS], device="cuda")
-    refused(
-        NotImplementedError,
-        contract,
-        remedy,
-        lambda: packed_attention(x, x, x, layout, backend=backend),
-    )
+    for words, backend, kind in cases:
+        qkv = {name: tensor(device="cuda", **kind) for name in "qkv"}
+        given = {**qkv, "layout": layout, "backend": backend}
+        assert failed_refusals([(words, given)], attend, NotImplementedError) == []
