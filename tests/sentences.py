@@ -73,10 +73,12 @@ def rows_without_a_case(module: ModuleType, table: str) -> Iterator[set[str]]:
     """The sentences of a table of refusals, less those of rows that refuse a call of the block.
 
     Args:
-        module, table: the module that reads the table, and its name there, such as "TREES".
+        module, table: the module that reads the table, and its name there, such as "TREES"; or that
+            of a dict of tables.
     """
-    rows = getattr(module, table)
-    without = {row.sentence for row in rows}
+    of_table = getattr(module, table)
+    by_name = of_table if isinstance(of_table, dict) else {"": of_table}
+    without = {row.sentence for rows in by_name.values() for row in rows}
 
     def watched(row: Any) -> Any:
         def when(given: Any) -> Any:
@@ -87,7 +89,8 @@ def rows_without_a_case(module: ModuleType, table: str) -> Iterator[set[str]]:
 
         return row._replace(when=when)
 
-    with mock.patch.object(module, table, tuple(map(watched, rows))):
+    changed = {name: tuple(map(watched, rows)) for name, rows in by_name.items()}
+    with mock.patch.object(module, table, changed if isinstance(of_table, dict) else changed[""]):
         yield without
 
 

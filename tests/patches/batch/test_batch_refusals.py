@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import flexvarlen as fv
+from flexvarlen.patches.batch import given_documents
 from flexvarlen.patches.forward import make_row
 from tests import forms
 from tests.sentences import (  # noqa: F401
@@ -86,7 +87,18 @@ DOCUMENTS = [
         ("a document must not cross the boundary of two rows of 128", IN_TWO_ROWS | documents)
         for documents in (layout_of(100, 156), cu_seq_lens(0, 100, 200, 256))
     ),
-    ("seq_idx must be an integer tensor of shape (1, 256), got list", {"seq_idx": [[0, 1]]}),
+    ("seq_idx must be an integer tensor [B, S], got list", {"seq_idx": [[0, 1]]}),
+    ("seq_idx must be integers of shape (1, 256) on cpu", {"seq_idx": int32(0, 1)[None]}),
+    ("cu_seq_lens_q must have one entry more than there are documents, got 1", cu_seq_lens(256)),
+    (
+        "cu_seq_lens_q must be on the tokens' device cpu, got meta",
+        {"cu_seq_lens_q": int32(0, 256).to("meta")},
+    ),
+    *(
+        (f"{name} must be passed together with cu_seq_lens_q", {name: given})
+        for name, given in (("cu_seq_lens_k", int32(0, 256)), ("max_length_q", 256))
+    ),
+    ("max_length_k must be passed together with cu_seq_lens_q", {"max_length_k": 256}),
     *(
         ("a packed batch must not have a", forms.given(form, ROW) | others)
         for form in ("position_ids", "cu_seq_lens", "packed_layout")
@@ -97,15 +109,22 @@ DOCUMENTS = [
     ),
 ]
 
+POSITIONS = "position_ids must have shape (1, 256), as the tokens, got "
+SHORT = ROW.position_ids[:, :-1]
+SHAPES = [  # by name alone transformers reads them first
+    ("attention_mask must have shape (1, 256)", {"attention_mask": torch.ones(1, 255)}),
+    (f"{POSITIONS}(1, 255)", {"position_ids": SHORT}),
+    (f"{POSITIONS}(1, 255)", {"position_ids": SHORT, **layout_of(100, 156)}),
+    (f"{POSITIONS}(3, 256)", {"position_ids": ROW.position_ids.expand(3, -1)}),
+]
+
 
 def test_wrong_documents_reach_a_kernel(model):
     """Of a patched model, and of one by its attention's name alone."""
-    refuses(model, DOCUMENTS)
+    with rows_without_a_case(given_documents, "ARGUMENTS") as without:
+        refuses(model, DOCUMENTS + SHAPES)
+    assert without == set()
     refuses(by_name(), DOCUMENTS)
-
-
-POSITIONS = "position_ids must have shape (1, 256), as the tokens, got "
-SHORT = ROW.position_ids[:, :-1]
 
 
 def test_wrong_arguments_reach_a_kernel(model):
@@ -117,11 +136,7 @@ def test_wrong_arguments_reach_a_kernel(model):
             ("input_ids must have shape [B, S]", {"input_ids": ROW.ids[0]}),
             ("labels must be a tensor, got list", {"labels": [[1, 2]]}),
             ("labels must have one label for each of 256 tokens", {"labels": torch.ones(2).long()}),
-            ("attention_mask must have shape (1, 256)", {"attention_mask": torch.ones(1, 255)}),
             ("position_ids must be an integer tensor", {"position_ids": [[0, 1, 2]]}),
-            (f"{POSITIONS}(1, 255)", {"position_ids": SHORT}),
-            (f"{POSITIONS}(1, 255)", {"position_ids": SHORT, **layout_of(100, 156)}),
-            (f"{POSITIONS}(3, 256)", {"position_ids": ROW.position_ids.expand(3, -1)}),
             (
                 "position_ids must have shape [B, S], got (3, 1, 256)",
                 {"position_ids": torch.zeros(3, 1, 256).long()},
