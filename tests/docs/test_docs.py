@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import shlex
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -25,8 +23,8 @@ from flexvarlen.bench.report import report
 from flexvarlen.cli import app
 from flexvarlen.patches import IMPLEMENTATIONS
 from flexvarlen.report.records import read_records
+from tests.docs.scripts import ROOT, module_at
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *DOCS]
 EXAMPLES = sorted((ROOT / "examples").glob("*.md")) + sorted((ROOT / "examples").glob("[0-9]*.py"))
@@ -183,14 +181,8 @@ def test_python_runs(page):
 
 def script(path: Path) -> Any:
     """What `typer.run(main)` of a script makes."""
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_of_the_docs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # typer reads the annotations there
-    spec.loader.exec_module(module)
     made = typer.Typer(add_completion=False)
-    made.command()(module.main)
+    made.command()(module_at(path).main)
     return typer.main.get_command(made)
 
 
@@ -377,11 +369,7 @@ def test_pages_that_docstrings_name_are_there():
 
 @pytest.fixture
 def make_families():
-    path = ROOT / "docs" / "make_families.py"
-    spec = importlib.util.spec_from_file_location("make_families", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / "docs" / "make_families.py")
 
 
 def test_the_made_page_is_current(make_families):

@@ -15,13 +15,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     ModernBertConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
 )
 
 import flexvarlen as fv
-from flexvarlen.verify.corpus import train_tokenizer
-from tests.docs.conftest import HEADS, ROOT, TINY
+from tests.docs.scripts import ROOT, TINY, save_tiny_model
 
 MARKED = """{% for message in messages %}<{{ message.role }}>
 {% if message.role == 'assistant' %}{% generation %}{{ message.content }}<e>{% endgeneration %}
@@ -42,14 +39,9 @@ def chat_of(*contents):
 def folder(tmp_path_factory):
     """A tiny chat model, and chats of very different lengths."""
     folder = tmp_path_factory.mktemp("recipes")
-    words = train_tokenizer((TEXT, MARKED), 300)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<e>", pad_token="<p>", chat_template=MARKED
-    )
-    tokenizer.save_pretrained(folder / "tiny")
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=len(tokenizer), **TINY, **HEADS)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "tiny")
+    tokens = {"eos_token": "<e>", "pad_token": "<p>", "chat_template": MARKED}
+    save_tiny_model(folder / "tiny", (TEXT, MARKED), **tokens)
     lines = [json.dumps({"messages": chat_of("say it", each)}) for each in ANSWERS]
     (folder / "chats.jsonl").write_text("\n\n".join(lines))
     return folder
