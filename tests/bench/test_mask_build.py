@@ -19,7 +19,6 @@ from flexvarlen.bench.suites.masks.builders import (
     layout_of,
 )
 from flexvarlen.bench.suites.masks.mask_build import SUITE
-from flexvarlen.runner.suite import DeviceLost
 from tests.bench.quick import CPU, ON_A_GPU, QUICK, records_of
 
 CASE = MaskCase("build", 1000, 128)
@@ -61,25 +60,6 @@ def test_a_mask_of_other_documents_is_wrong_and_not_timed(monkeypatch):
     assert finding.status == "wrong"
     assert "other blocks" in finding.reason
     assert "wall_us_p50" not in finding.measures
-
-
-def test_a_builder_that_raises_leaves_the_others(monkeypatch):
-    def broken(case, device):
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setitem(BUILDERS, "flexvarlen", broken)
-    found = {f.variant: f.status for f in SUITE.measure(CASE, ["flexvarlen", COMPARED], QUICK)}
-    assert found == {"flexvarlen": "failed", COMPARED: "ok"}
-
-
-def test_a_builder_that_loses_the_device_is_named(monkeypatch):
-    def lost(case, device):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setitem(BUILDERS, "flexvarlen", lost)
-    with pytest.raises(DeviceLost) as raised:
-        SUITE.measure(CASE, ["flexvarlen"], QUICK)
-    assert raised.value.findings[0].measures["fatal"]
 
 
 def test_a_million_tokens_are_not_evaluated_pair_by_pair():

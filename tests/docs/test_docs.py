@@ -268,7 +268,7 @@ def test_modules_and_make_targets_exist(page):
         assert target is None or target[1] in targets, line
 
 
-# ---- what pages tell in tables ----
+# ---- tables of the pages ----
 
 
 def table(page: str, heading: str) -> dict[str, list[str]]:
@@ -282,9 +282,9 @@ def table(page: str, heading: str) -> dict[str, list[str]]:
     return found
 
 
-def test_each_backend_is_told():
-    told = table("backends.md", "# Backends")
-    assert {name: cells[0].strip("`") for name, cells in told.items()} == {
+def test_each_backend_is_on_its_page():
+    shown = table("backends.md", "# Backends")
+    assert {name: cells[0].strip("`") for name, cells in shown.items()} == {
         backend: name for name, backend in reversed(IMPLEMENTATIONS.items())
     }
 
@@ -319,15 +319,15 @@ def test_excerpt_of_compare_is_from_its_record():
         assert set(cells) <= {cell.strip() for cell in line.split("|")}, backend
 
 
-def test_promises_are_those_of_the_checks():
+def test_guarantees_are_those_of_the_checks():
     """Of the GPU, as the checks there were asked: rows of bench/results."""
-    told = table("backends.md", "## `deterministic` and `batch_invariant`")
-    assert set(told) == set(fv.BACKENDS)
+    shown = table("backends.md", "## `deterministic` and `batch_invariant`")
+    assert set(shown) == set(fv.BACKENDS)
     rows = read_records([CAPABILITIES])
-    assert {row.case["variant"] for row in rows} == set(told)
+    assert {row.case["variant"] for row in rows} == set(shown)
     for row in rows:
         for cell, measure in zip(
-            told[row.case["variant"]], ("deterministic", "batch invariant"), strict=True
+            shown[row.case["variant"]], ("deterministic", "batch invariant"), strict=True
         ):
             refused = row.measures["why_not"][measure] is not None
             assert refused is not cell.startswith("yes"), (row.case["variant"], measure, cell)
@@ -339,7 +339,7 @@ def sources() -> Iterator[str]:
         yield from (path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
 
 
-def test_each_environment_variable_is_told():
+def test_each_environment_variable_is_on_its_page():
     uses = re.compile(r"(\w+) in os\.environ|os\.environ(?:\.\w+\(|\[)\"?(\w+)|getenv\(\"?(\w+)")
     used = {"".join(names) for text in sources() for names in uses.findall(text)}
     constants = {name: value for name, value in vars(switches).items() if name.isupper()}

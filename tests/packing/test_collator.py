@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening
 
 import flexvarlen as fv
-from tests.tiny_models import VOCABULARY, documents, new_model
+from tests.tiny_models import documents, new_model
 
 SIZES = {"total_tokens": 16, "capacity": 4, "max_seqlen_bound": 8}
 DOCUMENTS = [[11, 12, 13], [21], [31, 32, 33, 34]]
@@ -359,32 +359,6 @@ def test_the_pad_token_of_a_tokenizer(kind):
     ):
         for _ in range(2):
             assert collate([[1, 2, 3]])["input_ids"].tolist() == [[1, 2, 3, pad]]
-
-
-@pytest.mark.parametrize("boundaries", ["packed_layout", "cu_seq_lens"])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_model_learns_from_the_row_what_the_documents_teach(boundaries, workers):
-    """Loss and gradients of the row are the sums of those of each document alone."""
-    generator = torch.Generator().manual_seed(0)
-    documents = [
-        torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in (5, 1, 7, 2)
-    ]
-    model = fv.patch_model(new_model("llama").double(), "sdpa").train()
-    collate = fv.PackedCollator(
-        total_tokens=20, capacity=8, max_seqlen_bound=16, boundaries=boundaries
-    )
-    loader = DataLoader(documents, batch_size=4, collate_fn=collate, num_workers=workers)
-    (batch,) = loader
-    kept = (batch["labels"] != -100).sum()
-    (model(**batch).loss * kept).backward()
-    together = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    for document in documents:
-        if len(document) > 1:
-            ids = torch.tensor([document])
-            (model(input_ids=ids, labels=ids).loss * (len(document) - 1)).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(together[name], parameter.grad)
 
 
 @pytest.mark.gpu

@@ -23,6 +23,11 @@ def tokens_of(dataset):
     return sorted(each["input_ids"].tolist() for row in dataset for each in row)
 
 
+def first_tokens(dataset):
+    """Of the documents of each row: which documents they are."""
+    return [[int(x["input_ids"][0]) for x in row] for row in dataset]
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
 @pytest.mark.parametrize("columns", [COLUMNS[:1], COLUMNS[:2]], ids=len)
 def test_many_examples_are_read_in_parts(source, columns, monkeypatch):
@@ -42,7 +47,7 @@ def test_an_epoch_changes_the_documents_of_rows_alone(strategy):
     for epoch in (0, 1, 2, 1):
         packed.set_epoch(epoch)
         assert tokens_of(packed) == sorted(docs)
-        seen.append([[int(x["input_ids"][0]) for x in row] for row in packed])
+        seen.append(first_tokens(packed))
         assert [[len(x["input_ids"]) for x in row] for row in packed] == lengths
     assert len(packed) == len(fv.pack([len(x) for x in docs], 32, strategy=strategy))
     assert seen[0] != seen[1] != seen[2]
@@ -53,10 +58,10 @@ def test_an_epoch_changes_the_documents_of_rows_alone(strategy):
     other = fv.PackedDataset(docs, 32, strategy=strategy, seed=6)
     assert tokens_of(other) == sorted(docs)
     mates = [{frozenset(row) for row in rows} for rows in seen]
-    other = {frozenset(int(x["input_ids"][0]) for x in row) for row in other}
+    other = {frozenset(row) for row in first_tokens(other)}
     assert mates[0] != mates[1] != mates[2] != other != mates[0]
     again.set_epoch(2)
-    assert [[int(x["input_ids"][0]) for x in row] for row in again] == seen[2]
+    assert first_tokens(again) == seen[2]
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
@@ -69,11 +74,8 @@ def test_rows_of_a_step_cost_the_same(size):
     for epoch in (0, 1, 2, 1):
         packed.set_epoch(epoch)
         plain.set_epoch(epoch)
-        rows, same = (
-            [[int(x["input_ids"][0]) for x in row] for row in each] for each in (packed, plain)
-        )
-        assert sorted(rows) == sorted(same)
-        orders.append(rows)
+        orders.append(first_tokens(packed))
+        assert sorted(orders[-1]) == sorted(first_tokens(plain))
         lengths = packed.row_lengths
         assert lengths == [[len(x["input_ids"]) for x in row] for row in packed]
         costs = np.array([sum(n**2 for n in row) for row in lengths], float)
