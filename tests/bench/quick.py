@@ -32,7 +32,6 @@ def records_of(
     return read_records([out])
 
 
-def committed(*names: str) -> Sequence[Record]:
-    """Records of `bench/results`, of files whose names begin so."""
-    files = [path for name in names for path in sorted(RESULTS.glob(f"{name}*.jsonl"))]
-    return read_records(files)
+def committed(name: str) -> Sequence[Record]:
+    """Records of the files of bench/results whose names begin so."""
+    return read_records(sorted(RESULTS.glob(f"{name}*.jsonl")))

@@ -1,7 +1,4 @@
-"""Suites leaks, families and capabilities: known leaks are seen, and ours is right everywhere.
-
-Their tables are those of the committed records: see tests/docs/test_docs.py.
-"""
+"""Suites leaks, families and capabilities: known leaks are seen, and ours is right everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""All suites: their cases are those of the committed records, and a name that none knows raises."""
+"""All suites: their cases are those of the committed records, and unknown variants raise.
+
+Their tables are on the pages, which tests/docs/test_docs.py makes again of the committed records.
+"""
 
 from __future__ import annotations
 
@@ -68,9 +71,9 @@ def test_a_quick_run_on_a_gpu(name, tmp_path):
     options = Options(torch.device("cuda"), quick=True, seconds=0.05)
     records = records_of(suite_of(name), tmp_path, options=options)
     for record in records:
-        theirs = "transformers" in record.case["variant"]  # some leak
-        assert record.status in ("ok", "unsupported", *["wrong"] * theirs), record
-        if record.case["variant"] == "auto":
+        leaks = name == "hybrid" and "transformers" in record.case["variant"]
+        assert record.status in ("ok", "unsupported", *["wrong"] * leaks), record
+        if record.case["variant"] == "auto" and name in ("hybrid", "trees"):
             assert record.status == "ok"
             assert record.measures.get("recompilations", 0) == 0
     assert any(record.status == "ok" for record in records)

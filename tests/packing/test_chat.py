@@ -92,12 +92,11 @@ def test_a_tokenizer_without_offsets():
     assert sum(found["assistant_masks"]) == len(f"{FIRST}<e>{SECOND}<e>".encode())
 
 
-CALL = {
-    "type": "function",
-    "function": {"name": "look", "arguments": {"at": "noon", "n": 7, "x": 0}},
-}
+def called_with(arguments):
+    return {"type": "function", "function": {"name": "look", "arguments": arguments}}
 
 
+CALL = called_with({"at": "noon", "n": 7, "x": 0})
 CALLED = {"content": "", "tool_calls": [CALL, CALL]}
 NO_ARGUMENTS = {"tool_calls": [CALL | {"function": {"name": "look"}}] * 2}
 IN_PARTS = [{"type": "text", "text": "a question"}]
@@ -112,64 +111,44 @@ def calls(each, of="m.tool_calls or []"):
     return plain(f"{{{{ m.content }}}}{{% for c in {of} %}}{each}{{% endfor %}}")
 
 
-TRUE_ARGUMENTS = (
-    "{{ c.function.name }}{% for k, v in c.function.arguments.items() if v %}{{ k }}{{ v }}"
-    "{% endfor %}"
+FIRST_CALL = "(m.tool_calls or [])[:1]"  # two are one too many for gpt-oss's
+NAME, TRUE_ARGUMENTS = "{{ c.function.name }}", "c.function.arguments.items() if v"
+STRINGS, LISTS = (
+    plain(f"{{{{ m.content if m.content is {x} }}}}") for x in ("string", "not string")
 )
-REFUSED = [
-    # The template omits what the model would learn: two calls are one too many for gpt-oss's.
+# Template, what the first answer has instead (or all messages), what the template does not write.
+OMITTED = [
+    (PLAIN, CALLED, r"tool_calls\[0\].function.arguments.at of message 1, "),
+    (calls("{{ c }}", FIRST_CALL), CALLED, r"tool_calls\[1\].function.arguments.at of message 1, "),
+    (calls("{{ c.function.arguments }}"), CALLED, "tool call look of message 1, "),
+    (calls("{{ c }}", FIRST_CALL), NO_ARGUMENTS, "tool call look of message 1, "),
+    (calls(NAME), CALLED, ".*arguments.at of message 1, "),
     (
-        PLAIN,
+        calls(f"{NAME}{{% for k, v in {TRUE_ARGUMENTS} %}}{{{{ k }}}}{{{{ v }}}}{{% endfor %}}"),
         CALLED,
-        r"the chat template must write tool_calls\[0\].function.arguments.at of message 1,",
+        ".*arguments.x of message 1, ",
     ),
-    (
-        calls("{{ c }}", "(m.tool_calls or [])[:1]"),
-        CALLED,
-        r"the chat template must write tool_calls\[1\]",
-    ),
-    (calls("{{ c.function.arguments }}"), CALLED, "the chat template must write tool call look of"),
-    (calls("{{ c.function.name }}"), CALLED, "the chat template must write .*arguments.at of"),
-    (calls(TRUE_ARGUMENTS), CALLED, "the chat template must write .*arguments.x of message 1"),
-    (
-        calls("{{ c }}", "(m.tool_calls or [])[:1]"),
-        NO_ARGUMENTS,
-        "the chat template must write tool call look of message 1",
-    ),
-    (
-        PLAIN,
-        {"reasoning_content": "a thought"},
-        "the chat template must write reasoning_content of message 1",
-    ),
-    (PLAIN, {"refusal": "a refusal"}, "the chat template must write refusal of message 1"),
-    # A part that another part repeats must be written too.
+    (PLAIN, {"reasoning_content": "a thought"}, "reasoning_content of message 1, "),
+    (PLAIN, {"refusal": "a refusal"}, "refusal of message 1, "),
+    # Another part repeats it.
     (
         plain("{{ m.reasoning or m.content }}"),
         {"reasoning": f"why {FIRST}"},
-        "the chat template must write content of message 1",
+        "content of message 1, ",
     ),
     # Qwen3's leaves out a list, SmolVLM's a string.
+    (LISTS, {}, "the text of message 0; pass its content as a list of parts"),
     (
-        plain("{{ m.content if m.content is not string }}"),
-        {},
-        "the chat template must write the text of message 0; pass its content as a list of parts",
-    ),
-    (
-        plain("{{ m.content if m.content is string }}"),
+        STRINGS,
         [{"role": "user", "content": IN_PARTS}, CHAT[1]],
-        "the chat template must write the text of message 0; pass its content as a string",
+        "the text of message 0; .* a string",
     ),
-    (
-        PLAIN,
-        {"content": [{"type": "text", "text": FIRST}]},
-        "the chat template must write the text of message 1; pass its content as a string",
-    ),
+    (PLAIN, {"content": IN_PARTS}, "the text of message 1; pass its content as a string"),
+]
+REFUSED = [
+    *((x, y, f"the chat template must write {what}") for x, y, what in OMITTED),
     # The answer has a form that templates do not know.
-    (
-        PLAIN,
-        {"function_call": CALL["function"]},
-        "function_call must be given as tool_calls, .* in message 1",
-    ),
+    (PLAIN, {"function_call": CALL["function"]}, "function_call must be given as tool_calls, "),
     (
         PLAIN,
         {"tool_calls": [7]},
@@ -177,17 +156,13 @@ REFUSED = [
     ),
     (PLAIN, {"tool_calls": "[]"}, "tool_calls must be a list of mappings .* in message 1"),
     *(
-        (
-            PLAIN,
-            {"tool_calls": [CALL | {"function": {"name": "look", "arguments": x}}]},
-            ".*arguments must be a mapping .* in message 1",
-        )
+        (PLAIN, {"tool_calls": [called_with(x)]}, ".*arguments must be a mapping .* in message 1")
         for x in ("noon", "[1]", [1])
     ),
     (PLAIN, {"reasoning": "a", "thinking": "b"}, "reasoning must be one text, .* in message 1"),
     (PLAIN, {"content": [{"type": "image"}]}, "content must be a string, or parts of type text"),
     (PLAIN, {"weight": 0.5}, "the weight of message 1 must be 0 .* got 0.5"),
-    # The answer does not follow its prompt, or has no end, as GLM's.
+    # It does not follow its prompt, or has no end, as GLM's, or cannot be written.
     (
         PLAIN.replace("%}[assistant] {%", "%}[assistant] <think>{%"),
         {},
@@ -208,7 +183,6 @@ REFUSED = [
 @pytest.mark.parametrize("call", [tokenize_chat, conversation_samples])
 @pytest.mark.parametrize(("template", "chat", "message"), REFUSED)
 def test_a_chat_that_cannot_be_trained_is_refused(call, template, chat, message):
-    """`chat`: all messages, or what the first answer has instead."""
     if isinstance(chat, dict):
         chat = [CHAT[0], CHAT[1] | chat, *CHAT[2:]]
     with pytest.raises(ValueError, match=message):
@@ -248,7 +222,7 @@ def test_calls_without_arguments_are_written():
 
 def test_null_is_learned_where_the_model_wrote_it_and_what_is_given_stays():
     """In JSON strings of OpenAI's interface; Arrow fills structs with None: see random chats."""
-    null = CALL | {"function": {"name": "look", "arguments": '{"at": null}'}}
+    null = called_with('{"at": null}')
     given = np.array([copy.deepcopy(null)], dtype=object)  # as pandas holds a list
     for own in ([null], given):
         ((found, _),) = learned(calls("{{ c | tojson }}"), [CHAT[0], CHAT[1] | {"tool_calls": own}])

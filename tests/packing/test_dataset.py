@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import flexvarlen as fv
 from flexvarlen.packing import examples as reading
 from tests.contract_training import documents
-from tests.packing.test_pieces import COLUMNS, SOURCES, example, of_arrow
+from tests.packing.test_pieces import COLUMNS, SOURCES, example, first_tokens, of_arrow
 
 LENGTHS = (5, 20, 8, 9, 16)
 
@@ -21,11 +21,6 @@ LENGTHS = (5, 20, 8, 9, 16)
 def tokens_of(dataset):
     """All documents, in the order of their tokens."""
     return sorted(each["input_ids"].tolist() for row in dataset for each in row)
-
-
-def first_tokens(dataset):
-    """Of the documents of each row: which documents they are."""
-    return [[int(x["input_ids"][0]) for x in row] for row in dataset]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)

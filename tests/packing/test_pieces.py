@@ -9,7 +9,8 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
-from tests.contract_training import documents, settings
+from tests.contract_oracle import check_step
+from tests.contract_training import documents, recorded, settings
 from tests.tiny_models import new_model
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
@@ -34,6 +35,11 @@ def example(i, length, columns=COLUMNS):
         if name in columns:
             values[name] = [t + plus for t in tokens]
     return values
+
+
+def first_tokens(rows):
+    """Of the documents of each row: which documents they are."""
+    return [[int(document["input_ids"][0]) for document in row] for row in rows]
 
 
 def of_list(rows):
@@ -153,16 +159,35 @@ def test_pieces_of_four_tokens_learn_their_own_or_are_dropped_and_counted(
 
 
 @pytest.mark.pairwise(packer=PACKERS, batch=[1, 2], workers=[0, 2])
-def test_trainer_steps_are_those_of_the_documents_alone(
-    packer, batch, workers, check_trainer_steps
-):
-    docs = [x for x in documents() if len(x) > 1]
+def test_trainer_steps_are_those_of_the_documents_alone(packer, batch, workers, tmp_path):
+    docs, steps = [x for x in documents() if len(x) > 1], []
     rows = [{"input_ids": x, "completion_mask": [1] * len(x)} for x in docs]
     source, options = {
         fv.PackedDataset: (of_arrow, {"long": "truncate"}),
         fv.StreamPacker: (of_iterable, {"buffer": 6}),
     }[packer]
-    check_trainer_steps(packer(source(rows), 48, **options), docs, batch=batch, workers=workers)
+
+    class Seen(Trainer):
+        def training_step(self, model, inputs, *args, **kwargs):
+            parts = inputs["packed_layout"].split(inputs["input_ids"][0])
+            steps.append([x.tolist() for x in parts if len(x)])
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    arguments = settings(
+        tmp_path, per_device_train_batch_size=batch, dataloader_num_workers=workers
+    )
+    trainer, recorder = recorded(
+        Seen,
+        model=fv.patch_model(new_model("qwen3"), "sdpa"),
+        args=TrainingArguments(**arguments),
+        train_dataset=packer(source(rows), 48, **options),
+        data_collator=fv.PackedCollator(),
+    )
+    trainer.train()
+    assert len(recorder.steps) == len(steps) == 2
+    for step, seen in zip(recorder.steps, steps, strict=True):
+        assert all(x in docs for x in seen)
+        check_step(step, new_model("qwen3"), seen)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import flexvarlen as fv
-from tests.packing.test_pieces import of_iterable
+from tests.packing.test_pieces import first_tokens, of_iterable
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
 
@@ -26,32 +26,28 @@ def packer(lengths, tokens=64, buffer=16):
     return fv.StreamPacker(numbered(lengths), tokens, buffer=buffer)
 
 
-def numbers(rows):
-    return [[int(document["input_ids"][0]) for document in row] for row in rows]
-
-
 LENGTHS = st.lists(st.integers(2, 64), min_size=1, max_size=120)
 
 
 @given(LENGTHS, st.integers(1, 30))
 def test_every_document_is_in_one_row(lengths, buffer):
     rows = list(packer(lengths, buffer=buffer))
-    assert sorted(x for row in numbers(rows) for x in row) == list(range(len(lengths)))
+    assert sorted(x for row in first_tokens(rows) for x in row) == list(range(len(lengths)))
     assert all(sum(len(x["input_ids"]) for x in row) <= 64 for row in rows)
 
 
 @given(LENGTHS, st.integers(1, 30), st.data())
 def test_resumed_rows_are_those_of_a_run_that_was_not_stopped(lengths, buffer, data):
-    whole = numbers(packer(lengths, buffer=buffer))
+    whole = first_tokens(packer(lengths, buffer=buffer))
     stop = data.draw(st.integers(0, len(whole)))
     first = packer(lengths, buffer=buffer)
     rows = iter(first)
-    before = numbers(next(rows) for _ in range(stop))
+    before = first_tokens(next(rows) for _ in range(stop))
     state = json.loads(json.dumps(first.state_dict()))  # as a checkpoint keeps it
     later = packer(lengths, buffer=buffer)
     later.load_state_dict(state)
-    assert before + numbers(later) == whole
-    assert numbers(later) == whole  # the next epoch
+    assert before + first_tokens(later) == whole
+    assert first_tokens(later) == whole  # the next epoch
 
 
 def test_the_epoch_is_resumed():
@@ -64,18 +60,18 @@ def test_the_epoch_is_resumed():
     epochs = []
     for epoch in range(3):
         whole.set_epoch(epoch)
-        epochs.append(numbers(whole))
+        epochs.append(first_tokens(whole))
     assert epochs[0] != epochs[1] != epochs[2]
     first = stream()
     first.set_epoch(1)
-    before = numbers(islice(first, 2))
+    before = first_tokens(islice(first, 2))
     later = stream()
     later.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=r"epoch must be 1, which load_state_dict resumed .*got 0"):
         later.set_epoch(0)
-    assert before + numbers(later) == epochs[1]
+    assert before + first_tokens(later) == epochs[1]
     later.set_epoch(2)
-    assert numbers(later) == epochs[2]
+    assert first_tokens(later) == epochs[2]
 
 
 def test_no_more_than_the_buffer_waits_and_the_stream_is_read_as_needed():
@@ -92,7 +88,7 @@ def test_no_more_than_the_buffer_waits_and_the_stream_is_read_as_needed():
 
 def test_no_document_waits_for_ever():
     """One that fits nothing else leaves with the buffer after the one that it came in."""
-    rows = numbers(islice(packer([33] + [64] * 200, buffer=8), 8))
+    rows = first_tokens(islice(packer([33] + [64] * 200, buffer=8), 8))
     assert [0] in rows
 
 
