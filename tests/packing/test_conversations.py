@@ -151,7 +151,7 @@ def assert_close(found, expected):
 @pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document after another")
 @pytest.mark.parametrize(
     ("family", "template"), [("qwen3", "keeps"), ("qwen3_5_text", "strips")]
-)  # test_deep_conversations.py has the others
+)  # test_deep_conversations.py has both families
 def test_each_sample_in_the_tree_is_the_sample_alone(family, template):
     samples, expected = samples_of(template), alone(family, template)
     shared = fv.share_prefixes(samples)

@@ -9,6 +9,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
+from flexvarlen.packing.columns import LOSS_MASKS
 from tests.contract_oracle import check_step
 from tests.contract_training import documents, recorded, settings
 from tests.tiny_models import new_model
@@ -121,6 +122,11 @@ LEARNED = [
     ({"attention_mask": MASK}, None, {14: [-100, 15, 16]}),
     ({"attention_mask": [1, 0, 0]}, None, {}),
     ({"attention_mask": [1, 1, 1, 1, 0, 0, 1, 1]}, None, {5: BEGUN, 11: [-100, 12]}),
+    (
+        {"labels": [5, 6, 7, 8, 9, 10, -100, 12], "attention_mask": [1, 1, 1, 1, 0, 1, 1, 1]},
+        None,
+        {5: BEGUN, 10: [-100, -100, 12]},
+    ),
     ({"labels": [5]}, None, {}),
     ({"labels": []}, None, {}),
     ({"labels": [-100, 6, 7, -100, 9]}, None, {5: [-100, 6, 7, -100]}),
@@ -147,15 +153,23 @@ def test_pieces_of_four_tokens_learn_their_own_or_are_dropped_and_counted(
 
     A next token's label is none at a piece's first token, whose predictor is in another piece.
     """
-    ((name, values),), options = columns.items(), {"next_token_labels": next_token_labels}
-    tokens = np.arange(5, 5 + len(IDS if values is None else values))
-    given = {"input_ids": tokens, name: np.array(values, int) if values is not None else None}
-    packed = packer([given, [1, 2]], 4, **options)  # one of the two has no such column
+    options = {"next_token_labels": next_token_labels}
+    given = {name: np.array(x, int) for name, x in columns.items() if x is not None}
+    tokens = np.arange(5, 5 + len(next(iter(given.values()), IDS)))
+    examples = [{"input_ids": tokens, **columns, **given}, [1, 2]]  # the second has no such column
+    packed = packer(examples, 4, **options)
     batches = [fv.PackedCollator(**options)([x]) for row in packed for x in row]
     found = {int(x["input_ids"][0, 0]): x["labels"][0].tolist() for x in batches}
     assert found == learned | {1: [-100, 2]}
     assert packed.num_dropped == max(1, -(-len(tokens) // 4)) - len(learned)
-    assert values is None or given[name].tolist() == values  # what was given is as it was
+    assert all(x.tolist() == columns[name] for name, x in given.items())  # as it was
+
+
+@pytest.mark.parametrize("name", ["labels", "attention_mask", *LOSS_MASKS])
+def test_columns_of_an_arrow_table_say_what_is_learned(name):
+    values = [-100] * 9 + [14, 15, 16] if name == "labels" else MASK
+    packed = fv.PackedDataset(of_arrow([{"input_ids": [*range(5, 17)], name: values}]), 4)
+    assert (first_tokens(packed), packed.num_dropped) == ([[13]], 2)
 
 
 @pytest.mark.pairwise(packer=PACKERS, batch=[1, 2], workers=[0, 2])
