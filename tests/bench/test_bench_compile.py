@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from flexvarlen.bench import report
 from flexvarlen.bench.suites.model import compile_time, packings, small_inference
 from flexvarlen.bench.suites.model.compile_time import CompileCase, in_process, measured
-from flexvarlen.report.records import read_records
-from flexvarlen.runner.suite import Options
 from flexvarlen.verify.experiment import experiment
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.variant import Variant
-
-CPU = torch.device("cpu")
-QUICK = Options(CPU, quick=True, seconds=0.02, say=lambda line: None)
-RESULTS = Path(report.__file__).parent / "results"
+from tests.bench.quick import CPU, QUICK
 
 
 @pytest.fixture(autouse=True)
@@ -68,18 +60,6 @@ def test_no_packing_begins_when_time_is_up(monkeypatch):
     (found,) = packings.SUITE.measure(PACKINGS, ["sdpa"], QUICK)
     assert (found.status, found.measures["other_packings"]) == ("ok", 0)
     assert "error_last_packing" not in found.measures
-
-
-def test_the_chart_of_packings_shows_seven_variants_of_one_case(tmp_path):
-    records = [
-        r
-        for path in sorted(RESULTS.glob("packings*.jsonl"), reverse=True)
-        for r in read_records([path])
-    ]
-    (path,) = packings.SUITE.figures(records, tmp_path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    text = packings.SUITE.section(records)
-    assert "| flexvarlen `auto` (fa3) | 278 (276–279) | 1.00 | 0 | 0 in 50 packings |" in text
 
 
 # --- compile -------------------------------------------------------------------------------------
@@ -151,13 +131,3 @@ def test_compiled_inference_compiles_once_for_both_packings():
     (found,) = small_inference.SUITE.measure(COMPILED, ["auto@position_ids"], QUICK)
     assert found.status == "ok"
     assert (found.measures["graphs"], found.measures["recompilations"]) == (1, 0)
-
-
-def test_every_attention_is_one_line_over_all_modes():
-    records = read_records([RESULTS / "small-inference-h200.jsonl"])
-    text = small_inference.SUITE.section(records)
-    variants = {r.case["variant"] for r in records}
-    assert sum(line.startswith(("| flexvarlen", "| trans")) for line in text.splitlines()) == len(
-        variants
-    )
-    assert "(eager: fa2, cuda graphs: flex, compiled: flex) | 19.42 (1.03) | 4.39 (1.00)" in text

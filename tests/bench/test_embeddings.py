@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import pytest
-import torch
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.model import embeddings
 from flexvarlen.bench.suites.model.embeddings import SUITE, TextsCase, random_texts
-from flexvarlen.report.records import Record, read_records
-from flexvarlen.runner.run import RunRequest, run_suite
-from flexvarlen.runner.suite import Options
-
-OPTIONS = Options(torch.device("cpu"), quick=True, say=lambda line: None)
+from tests.bench.quick import records_of
 
 
 def measured(folder, *variants):
-    out = folder / "records.jsonl"
-    run_suite(SUITE, replace(OPTIONS, variants=variants or None), RunRequest(out))
-    return {record.case["variant"]: record for record in read_records([out])}
+    return {record.case["variant"]: record for record in records_of(SUITE, folder, *variants)}
 
 
 def test_every_variant_has_a_record_and_a_line(tmp_path):
@@ -56,29 +48,3 @@ def test_lengths_of_the_texts():
     assert 0.9 < sum(words) / len(words) / 64 < 1.05  # long ones are cut
     assert max(words) <= 510
     assert texts == random_texts(TextsCase(texts=4000), 1000)
-
-
-def test_the_fastest_stand_first():
-    speeds = {
-        "embed": 9.0,
-        **{f"sentence-transformers:sdpa@{n}": float(i) for i, n in enumerate((32, 64, 128), 1)},
-    }
-    records = [
-        Record(
-            "embeddings",
-            {**TextsCase(texts=9).data(), "variant": name},
-            "ok",
-            None,
-            measures(speed),
-        )
-        for name, speed in speeds.items()
-    ]
-    lines = SUITE.section(records).splitlines()[4:8]
-    assert [line.split(" | ")[1] for line in lines] == ["–", "128", "64", "32"]
-    assert lines[2].startswith("| sentence-transformers, `sdpa` | 64 | 2 |")
-
-
-def measures(speed):
-    numbers = ("texts", "seconds", "tokens_per_s", "peak_mib", "lowest_cosine")
-    more = ("plain_lowest_cosine", "highest_cosine_of_two_texts")
-    return {"texts_per_s": speed, **dict.fromkeys((*numbers, *more), 1)}

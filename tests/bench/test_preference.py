@@ -1,4 +1,4 @@
-"""Suite preference, small on the CPU: what is checked, what is counted, and its table."""
+"""Suite preference, small on the CPU: what is checked, and what is counted."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flexvarlen.bench.report import report
 from flexvarlen.bench.suites.training import preference, preference_trainers, texts
 from flexvarlen.bench.suites.training.preference_tables import table
 from flexvarlen.layout.token_map import Padding
-from flexvarlen.report.records import Record, read_records
-from flexvarlen.runner.run import RunRequest, run_suite
-from flexvarlen.runner.suite import Options
+from tests.bench.quick import QUICK, records_of
 
 pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
 
-OPTIONS = Options(torch.device("cpu"), quick=True, seconds=0.1, say=lambda line: None)
 SUITE = preference.SUITE
 
 
@@ -33,9 +29,7 @@ def few_texts(monkeypatch):
 
 
 def measured(folder, *variants, cases="dpo$"):
-    out = folder / "records.jsonl"
-    run_suite(SUITE, replace(OPTIONS, variants=variants or None), RunRequest(out, cases=cases))
-    return read_records([out])
+    return records_of(SUITE, folder, *variants, cases=cases)
 
 
 def test_every_trainer_gives_the_padded_runs_loss_and_gradients(tmp_path):
@@ -69,51 +63,6 @@ def test_shared_prompts_run_once(tmp_path):
         group = case["group"] if case["task"] == "grpo" else 2
         rows = case["samples"] * (1 if case["task"] == "grpo" else 2)
         assert m["tokens_run"] == m["tokens_real"] - 40 * (rows - rows // group)
-    assert "tokens run" in table(records[:2]).header
-
-
-def test_a_table_compares_with_the_padded_run(tmp_path):
-    records = measured(tmp_path, "padded-sdpa", "auto", "fa3")
-    made = table(records)
-    assert made.header == (
-        "variant",
-        "samples/s",
-        "ms a step (p20–p80)",
-        "peak GiB",
-        "speed ÷ `padded-sdpa`'s",
-        "share of the possible speedup",
-        "error ÷ allowed",
-    )
-    lines = {line[0]: line[1:] for line in made.lines}
-    assert lines["`padded-sdpa`"][3:5] == ("1.00×", "–")
-    assert lines["`auto` (sdpa)"][4].endswith("%")
-    assert lines["`fa3`"][0] == "unsupported (1)"
-    assert "8 pairs a batch" in made.title
-    page = tmp_path / "page.md"
-    page.write_text("<!-- bench:preference begin -->\n<!-- bench:preference end -->\n")
-    report([tmp_path / "records.jsonl"], pages=[page])
-    assert "| `auto` (sdpa) |" in page.read_text()
-
-
-def test_the_page_has_a_line_for_each_eager_case_beside_padding(tmp_path):
-    def records(mode, speeds):
-        tokens = {"tokens_padded": 300.0, "tokens_real": 200.0, "tokens_run": 100, "peak_mib": 1024}
-        case = {"task": "grpo", "mode": mode, "geometry": "qwen3-1.7b", "layers": 1, "dtype": "x"}
-        case |= {"samples": 16, "group": 8, "prompt": 1024}
-        for variant, speed in speeds.items():
-            measures = tokens | {"samples_per_s": speed}
-            yield Record("preference", case | {"variant": variant}, "ok", None, measures, {})
-
-    eager = [*records("eager", {"padded-fa3": 2.0, "auto": 3.0, "auto+shared": 5.0})]
-    (shown,) = SUITE.page_tables([*eager, *records("compiled", {"auto@1": 9.0})])
-    (line,) = shown.lines
-    assert line[0] == "GRPO, 16 completions, 8 a prompt, prompts of 1,024"
-    assert line[1:] == ("2.00", "1.50× (3.00×)", "2.50× (3.00×)", "1.67×", "1.0, 1.0, 1.0")
-    (without_padding,) = SUITE.page_tables(eager[1:])
-    assert without_padding.lines == ((line[0], "1.67×", "–, 1.0, 1.0"),)
-    assert SUITE.page_tables(eager[1:2]) == []
-    (drawn,) = SUITE.figures(eager[:2], tmp_path)  # one case, whose prompts are not shared
-    assert drawn.exists()
 
 
 def test_a_row_that_gives_other_outputs_is_wrong(tmp_path, monkeypatch):
@@ -131,8 +80,8 @@ def test_a_row_that_gives_other_outputs_is_wrong(tmp_path, monkeypatch):
 
 
 def test_a_wrong_reference_model_is_found(tmp_path):
-    case = replace(SUITE.cases(OPTIONS)[0], shortest=128, longest=500, layers=2)
-    run = preference._Run(case, OPTIONS, str(tmp_path))
+    case = replace(SUITE.cases(QUICK)[0], shortest=128, longest=500, layers=2)
+    run = preference._Run(case, QUICK, str(tmp_path))
     trainer = run.make("auto")
     assert run.verdict(run.eagerly(trainer)[0])[1] is None
 
@@ -151,11 +100,6 @@ def test_without_trl_the_cases_are_unsupported(tmp_path, monkeypatch):
     assert "unsupported" in SUITE.section([record])
 
 
-def test_an_unknown_variant_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"variants must be among padded-fa3, .*, got 'fa9'"):
-        measured(tmp_path, "auto", "fa9@128")
-
-
 def fp32_parameters():
     gc.collect()
     found = (x for x in gc.get_objects() if type(x) is torch.nn.Parameter)
@@ -164,7 +108,7 @@ def fp32_parameters():
 
 def test_the_reference_leaves_no_model_behind(tmp_path):
     before = fp32_parameters()
-    run = preference._Run(SUITE.cases(OPTIONS)[0], OPTIONS, str(tmp_path))
+    run = preference._Run(SUITE.cases(QUICK)[0], QUICK, str(tmp_path))
     assert fp32_parameters() <= before
     assert len(run.reference.gradients) == 14
 

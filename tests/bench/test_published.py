@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 from types import SimpleNamespace
 
@@ -11,18 +10,15 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from flexvarlen.bench.report import report
 from flexvarlen.bench.suites.attention import published
 from flexvarlen.bench.suites.attention.inputs import Prepared
 from flexvarlen.bench.suites.attention.packed import PACKAGES
-from flexvarlen.bench.suites.attention.published import FORCED, KERNELS, ORDERED, SIZES, SUITE
-from flexvarlen.report.records import Record, append_records
+from flexvarlen.bench.suites.attention.published import FORCED, KERNELS, ORDERED, SUITE
+from flexvarlen.report.records import Record
 from flexvarlen.runner.run import records_of
-from flexvarlen.runner.suite import Options
+from tests.bench.quick import QUICK
 from tests.planted import with_gradient
 
-QUICK = Options(torch.device("cpu"), quick=True, seconds=0.01, say=lambda line: None)
-ON_GPU = Options(torch.device("cuda"))
 STAND_INS = [name for kernel in PACKAGES for name in KERNELS[kernel]]
 
 
@@ -132,20 +128,6 @@ def test_the_default_of_sdpa_is_found_by_its_bits(records):
     assert "The default has the bits of `sdpa:flash`." in SUITE.section(records)
 
 
-def test_sizes_on_a_gpu():
-    cases = SUITE.cases(ON_GPU)
-    assert len({case.name for case in cases}) == len(cases)
-    assert {case.dtype for case in cases} == {"bfloat16"}
-    llama = [case for case in cases if case.part == "llama"]
-    assert [(set(x.lengths(None)), sum(x.lengths(None))) for x in llama] == [
-        ({size}, 16_384) for size in SIZES
-    ]
-    for case in cases:
-        if case.part != "llama":
-            assert set(case.lengths()) == {case.max_length}
-            assert case.embedding // case.num_heads in (64, 128)
-
-
 # --- sentences -----------------------------------------------------------------------------------
 
 
@@ -164,19 +146,6 @@ def timed(part, times, **measures):
         )
         for (variant, pass_), ms in times.items()
     ]
-
-
-def test_costs_stand_beside_the_published_ones():
-    times = {("fixed:fa4", "forward"): 2.0, ("raw:fa4", "forward"): 2.02}
-    times |= {("fixed:fa4", "backward"): 5.0, ("raw:fa4", "backward"): 5.0}
-    times |= {(f"{x}:fa4{ORDERED}", "backward"): 6.0 for x in ("fixed", "raw")}
-    (table,) = SUITE.tables(timed("overhead", times))
-    (line,) = [x for x in table.lines if x[1] == "fa4"]
-    assert line[2:4] == ("550/544, +1.0%", "550/550, +0.0%")
-    assert table.notes[0].startswith(
-        "Varlen costs +0.0% to +1.0% (published: +0.2% to +3.9%). A deterministic backward of a "
-        "packed row costs +20.0% (published: +18.5% to +31.5%)."
-    )
 
 
 def test_a_kernel_of_another_run_keeps_its_line():
@@ -199,54 +168,3 @@ def test_a_sentence_without_its_numbers_is_left_out():
     assert table.notes == ()
     (table,) = SUITE.tables(timed("overhead", {("raw:fa2", "forward"): 1.0}))
     assert table.notes == ()
-
-
-def test_a_page_shows_three_sizes_under_a_causal_mask():
-    every = timed("memory", {(x, "forward"): 2.0 for x in ("standard", "fixed:fa2", "flex", "fa2")})
-    records = [
-        dataclasses.replace(r, case=r.case | {"max_length": size, "causal": causal})
-        for size in SIZES
-        for causal in (True, False)
-        for r in every
-    ]
-    (table,) = SUITE.page_tables(records)
-    assert table.header == ("tokens", "`standard`", "`fixed:fa2`", "`flex`")
-    assert [line[0] for line in table.lines] == ["512", "8,192", "16,384"]
-    (table,) = SUITE.tables(records)
-    assert len(table.lines) == 2 * len(SIZES)
-
-
-def test_standard_attention_is_held_against_fa2():
-    times = {("standard", "forward"): 60.0, ("fixed:fa2", "forward"): 6.0}
-    times |= {("fixed:fa3", "forward"): 4.0}
-    peaks = {"standard": 640.0, "fixed:fa2": 8.0, "fixed:fa3": 8.0}
-    said = " ".join(next(iter(SUITE.tables(timed("memory", times, forward_peak_mib=peaks)))).notes)
-    assert re.findall(r"(\d+(?:\.\d)?) times", said) == ["10.0", "15.0", "80"]
-
-
-def test_the_default_of_sdpa_is_held_against_fa2():
-    times = {(x, "forward"): 1.0 for x in FORCED} | {("sdpa:default", "forward"): 1.06}
-    times |= {("fixed:fa2", "forward"): 1.0}
-    unequal = dict.fromkeys([*FORCED, "fixed:fa2"], 0.25) | {"sdpa:cudnn": 0.0, "sdpa:default": 0.0}
-    backwards = [
-        dataclasses.replace(r, case=r.case | {"pass": "backward"})
-        for r in timed("sdpa", times, unequal=unequal)
-    ]
-    (table,) = SUITE.tables(timed("sdpa", times, unequal=unequal) + backwards)
-    assert table.notes[0] == (
-        "The default has the bits of `sdpa:cudnn`. FA2's output equals it in 75.0% of the elements "
-        "(published: 96.7%). FA2's times differ by -5.7% (published: 6%), from `sdpa:flash`'s "
-        "by +0.0%."
-    )
-
-
-def test_each_part_has_its_own_place_on_a_page(records, tmp_path):
-    file, page = tmp_path / "records.jsonl", tmp_path / "page.md"
-    append_records(file, records)
-    marker = "<!-- bench:published-{} {} -->"
-    parts = ("overhead", "memory", "llama")
-    page.write_text("\n".join(marker.format(x, y) for x in parts for y in ("begin", "end")))
-    report([file], pages=[page], tables=tmp_path / "tables")
-    assert "FA4, B200, published" in page.read_text().partition(marker.format("overhead", "end"))[0]
-    assert "`standard`" in page.read_text().partition(marker.format("memory", "begin"))[2]
-    assert "sdpa:math" in (tmp_path / "tables" / "published.md").read_text()

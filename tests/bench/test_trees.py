@@ -1,4 +1,4 @@
-"""The suite "trees": both forms hold the same samples, leaks are seen, tables say what was won."""
+"""The suite "trees": both forms hold the same samples, and leaks are seen."""
 
 from __future__ import annotations
 
@@ -21,14 +21,11 @@ from flexvarlen.bench.suites.model.tree_runs import (
 )
 from flexvarlen.bench.suites.model.trees import SUITE
 from flexvarlen.reference.model import IGNORE_INDEX
-from flexvarlen.report.records import read_records
-from flexvarlen.runner.run import RunRequest, run_suite
-from flexvarlen.runner.suite import Finding, Options, UnknownVariant
+from flexvarlen.runner.suite import Finding
+from tests.bench.quick import CPU, ON_A_GPU, QUICK, records_of
 
-CPU = torch.device("cpu")
-QUICK = Options(CPU, quick=True, seconds=0.02, say=lambda line: None)
-ON_A_GPU = Options(torch.device("cuda"))
 CASES = {case.name: case for case in SUITE.cases(QUICK)}
+DENSE = "^qwen3-tiny-(attention|.*-24-4x)"  # each kind once, both forms of attention
 LEVELS = CASES["qwen3-tiny-attention-16-2x8-2x8"]
 CHAIN = CASES["qwen3.5-tiny-eager-chain-8-1x6"]
 AGENTS = CASES["qwen3-tiny-eager-agents-24-4x15"]
@@ -37,16 +34,14 @@ RAGGED = CASES["qwen3.5-tiny-eager-ragged-24-4x8"]
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    out = tmp_path_factory.mktemp("trees") / "records.jsonl"
-    run_suite(SUITE, QUICK, RunRequest(out, cases="^qwen3-"))
-    return read_records([out])
+    return records_of(SUITE, tmp_path_factory.mktemp("trees"), cases=DENSE)
 
 
 # --- what is measured ----------------------------------------------------------------------------
 
 
 def test_every_variant_of_every_kind_is_right_and_timed(records):
-    dense = [case for name, case in CASES.items() if name.startswith("qwen3-")]
+    dense = [case for name, case in CASES.items() if re.search(DENSE, name)]
     assert len(records) == sum(len(SUITE.variants(case, QUICK)) for case in dense)
     assert {(r.status, r.reason) for r in records} == {("ok", None)}
     for r in records:
@@ -69,39 +64,6 @@ def test_times_ideal_is_the_time_over_that_of_the_same_work_at_the_baselines_rat
         ideal = tree["tflop"] * repeated["ms_p50"] / repeated["tflop"]
         assert tree["times_ideal"] == pytest.approx(tree["ms_p50"] / ideal)
         assert repeated["times_ideal"] == 1
-
-
-def test_the_tables_have_every_kind_and_the_speedup(records):
-    text = SUITE.section(records)
-    assert text.count("**") == 2 * len({r.case["kind"] for r in records})
-    assert "| 2 × (24 + 4 × 8) | `repeated:sdpa` |" in text
-    assert "| 24 + 2 rollouts of 4 turns | `repeated:transformers:sdpa` |" in text
-    assert text.count("| speedup |") == len(STEPS)
-    assert text.count("| speedup over transformers |") == 1
-    wrong = replace(records[0], status="wrong", reason="outputs: too far")
-    assert "(1) wrong: outputs: too far" in SUITE.section([wrong, *records[1:]])
-
-
-def test_the_page_has_a_line_for_each_shape_with_the_gain_of_each_step(records):
-    (table,) = SUITE.page_tables(records)
-    gains = {
-        (r.case["kind"], r.case["variant"]): r.measures["samples_per_s"]
-        for r in records
-        if r.case["levels"] == [[1, 24], [4, 8]] and r.case["kind"] in ("eager", "compiled")
-    }
-    first, second, agents, paths = table.lines
-    assert [first[0], second[0]] == ["2 × (24 + 4 × 8)", "2 × (16 + 2 × (8 + 2 × 8))"]
-    shown = dict(zip(table.header, first, strict=True))
-    for kind in ("eager", "compiled"):
-        expected = gains[kind, "auto"] / gains[kind, "repeated:auto"]
-        assert shown[f"{kind} speedup"] == f"{expected:.2f}"
-    assert float(shown["speedup without loss"]) > 0
-    assert re.fullmatch(r"\d+\.\d → \d+\.\d", first[-1])
-    for line in (agents, paths):
-        shown = dict(zip(table.header, line, strict=True))
-        assert float(shown["speedup over transformers"]) > 0
-        assert float(shown["repeated tokens ÷ tokens"]) > 1
-    assert SUITE.page_tables([r for r in records if r.case["kind"] == "attention"]) == []
 
 
 # --- the same samples in both forms --------------------------------------------------------------
@@ -202,64 +164,29 @@ def test_ragged_trees_through_recurrent_layers_are_right():
 
 
 def test_a_chain_is_timed_beside_its_segments_as_documents(tmp_path):
-    out = tmp_path / "records.jsonl"
-    run_suite(SUITE, QUICK, RunRequest(out, cases="chain"))
-    chain, segments = records = read_records([out])
+    chain, segments = records = records_of(SUITE, tmp_path, cases="chain")
     assert [r.status for r in records] == ["ok", "ok"]
     assert chain.measures["row_tokens"] == segments.measures["row_tokens"] == CHAIN.tokens
     assert [r.measures["checked_samples"] for r in records] == [4, 8]
-    (table,) = SUITE.page_tables(records)
-    shown = dict(zip(table.header, table.lines[0], strict=True))
-    ratio = chain.measures["ms_p50"] / segments.measures["ms_p50"]
-    assert shown["trees"] == "a chain of 4 × (8 + 1 × 6)"
-    assert shown["time ÷ its segments as documents"] == f"{ratio:.2f}"
 
 
 # --- cases ---------------------------------------------------------------------------------------
 
 
-def test_cases_of_a_gpu_are_rows_of_32768_tokens():
-    every = SUITE.cases(ON_A_GPU)
-    cases = [case for case in every if case.geometry == "qwen3-1.7b" and case.form == "equal"]
-    assert len(cases) == 4 * 4
-    assert len(every) - len(cases) == 2 + 2 * 3 + 1
-    for case in cases:
-        if case.kind != "memory":
-            assert case.tokens == 32_768
-            assert case.heads == (16, 8, 128)
-        rows = case.rows(case.tree().paths())
-        full = case.max_row_tokens // len(rows[0][0])
-        assert max(map(len, rows)) <= full
-        if case.kind in STEPS:
-            assert len(set(map(len, rows))) == 1
-            assert len(rows[0]) % 2 == 0  # so that other trees' rows are as long
-        else:
-            assert len(rows[0]) == full
-        for variant in SUITE.variants(case, ON_A_GPU):
-            split_variant(variant)
-    assert {len(x.rows(x.tree().paths())) for x in cases if x.kind == "memory"} == {1}
-
-
-def test_agents_and_paths_on_a_gpu():
-    every = (case for case in SUITE.cases(ON_A_GPU) if case.geometry == "qwen3-1.7b")
-    agents, deep = (case for case in every if case.form != "equal")
-    prompt, *others = agents.tree().lengths
-    turns = [x for x, own in zip(others, agents.tree().labelled("agents")[1:], strict=True) if own]
-    assert (prompt, len(turns), len(agents.checked)) == (3000, 96, 4)
-    assert 150 <= min(turns) < max(turns) <= 600
-    for case, ratio in ((agents, 7.05), (deep, 3.85)):
-        paths = case.tree().paths()
-        assert sum(map(len, paths)) / case.tokens == pytest.approx(ratio, abs=0.01)
-        rows = case.rows(paths)
-        assert [path for row in rows for path in row] == paths
-        tokens = [sum(map(len, row)) for row in rows]
-        assert (
-            max(tokens)
-            <= 32_768
-            < min(a + len(b[0]) for a, b in zip(tokens, rows[1:], strict=False))
-        )
-        theirs = "repeated:transformers:flash_attention_3@cu_seq_lens"
-        assert SUITE.variants(case, ON_A_GPU) == ["auto", "repeated:auto", theirs]
+@pytest.mark.parametrize("case", SUITE.cases(ON_A_GPU), ids=lambda case: case.name)
+def test_rows_of_a_gpu_are_whole_samples_as_many_as_fit(case):
+    paths = case.tree().paths()
+    rows = case.rows(paths)
+    assert [path for row in rows for path in row] == paths
+    tokens = [sum(map(len, row)) for row in rows]
+    assert max(tokens) <= case.max_row_tokens
+    if case.kind in STEPS and case.form not in ("paths", "agents"):
+        assert len(set(map(len, rows))) == 1  # so that other trees' rows are as long
+    else:
+        following = [len(row[0]) for row in rows[1:]]
+        assert all(a + b > case.max_row_tokens for a, b in zip(tokens, following, strict=False))
+    for variant in SUITE.variants(case, ON_A_GPU):
+        split_variant(variant)
 
 
 @pytest.mark.parametrize("case", [c for c in SUITE.cases(ON_A_GPU) if c.kind == "compiled"])
@@ -280,18 +207,3 @@ def test_a_pass_that_is_refused_is_the_variants_outcome():
     backward = Finding("flex", "unsupported", "no backward", {}, "backward")
     found = both_passes(forward, backward, 1.0)
     assert (found.status, found.reason, found.pass_) == ("unsupported", "no backward", "")
-
-
-def test_an_unknown_variant_is_refused():
-    with pytest.raises(UnknownVariant):
-        split_variant("repeated:fa9")
-
-
-@pytest.mark.gpu
-def test_a_quick_run_on_a_gpu(tmp_path):
-    out = tmp_path / "records.jsonl"
-    run_suite(SUITE, Options(torch.device("cuda"), quick=True, seconds=0.05), RunRequest(out))
-    found = {(r.case["kind"], r.case["variant"]): r for r in read_records([out])}
-    assert not [r.reason for r in found.values() if r.status in ("failed", "wrong")]
-    assert {r.status for (_, variant), r in found.items() if variant == "auto"} == {"ok"}
-    assert found["compiled", "auto"].measures["recompilations"] == 0

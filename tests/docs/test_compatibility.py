@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import pytest
 
 from tests import compatibility
 from tests.compatibility import COLUMNS, RANKS, SHARED, UNPAD, Column, cell
+from tests.docs.scripts import ROOT, module_at
 from tests.patches.kinds import KINDS, Kind
 
-ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
-
-
-@pytest.fixture(scope="module")
-def maker():
-    path = ROOT / "docs" / "make_compatibility.py"
-    spec = importlib.util.spec_from_file_location("make_compatibility", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Collected:
@@ -54,7 +43,8 @@ def missing():
     return find
 
 
-def test_the_page_is_current(maker):
+def test_the_page_is_current():
+    maker = module_at(ROOT / "docs" / "make_compatibility.py")
     assert maker.main(["--check"]) == 0, "run: python docs/make_compatibility.py"
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import shlex
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -25,8 +23,8 @@ from flexvarlen.bench.report import report
 from flexvarlen.cli import app
 from flexvarlen.patches import IMPLEMENTATIONS
 from flexvarlen.report.records import read_records
+from tests.docs.scripts import ROOT, module_at
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *DOCS]
 EXAMPLES = sorted((ROOT / "examples").glob("*.md")) + sorted((ROOT / "examples").glob("[0-9]*.py"))
@@ -183,14 +181,8 @@ def test_python_runs(page):
 
 def script(path: Path) -> Any:
     """What `typer.run(main)` of a script makes."""
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_of_the_docs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # typer reads the annotations there
-    spec.loader.exec_module(module)
     made = typer.Typer(add_completion=False)
-    made.command()(module.main)
+    made.command()(module_at(path).main)
     return typer.main.get_command(made)
 
 
@@ -276,7 +268,7 @@ def test_modules_and_make_targets_exist(page):
         assert target is None or target[1] in targets, line
 
 
-# ---- what pages tell in tables ----
+# ---- tables of the pages ----
 
 
 def table(page: str, heading: str) -> dict[str, list[str]]:
@@ -290,9 +282,9 @@ def table(page: str, heading: str) -> dict[str, list[str]]:
     return found
 
 
-def test_each_backend_is_told():
-    told = table("backends.md", "# Backends")
-    assert {name: cells[0].strip("`") for name, cells in told.items()} == {
+def test_each_backend_is_on_its_page():
+    shown = table("backends.md", "# Backends")
+    assert {name: cells[0].strip("`") for name, cells in shown.items()} == {
         backend: name for name, backend in reversed(IMPLEMENTATIONS.items())
     }
 
@@ -327,15 +319,15 @@ def test_excerpt_of_compare_is_from_its_record():
         assert set(cells) <= {cell.strip() for cell in line.split("|")}, backend
 
 
-def test_promises_are_those_of_the_checks():
+def test_guarantees_are_those_of_the_checks():
     """Of the GPU, as the checks there were asked: rows of bench/results."""
-    told = table("backends.md", "## `deterministic` and `batch_invariant`")
-    assert set(told) == set(fv.BACKENDS)
+    shown = table("backends.md", "## `deterministic` and `batch_invariant`")
+    assert set(shown) == set(fv.BACKENDS)
     rows = read_records([CAPABILITIES])
-    assert {row.case["variant"] for row in rows} == set(told)
+    assert {row.case["variant"] for row in rows} == set(shown)
     for row in rows:
         for cell, measure in zip(
-            told[row.case["variant"]], ("deterministic", "batch invariant"), strict=True
+            shown[row.case["variant"]], ("deterministic", "batch invariant"), strict=True
         ):
             refused = row.measures["why_not"][measure] is not None
             assert refused is not cell.startswith("yes"), (row.case["variant"], measure, cell)
@@ -347,7 +339,7 @@ def sources() -> Iterator[str]:
         yield from (path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
 
 
-def test_each_environment_variable_is_told():
+def test_each_environment_variable_is_on_its_page():
     uses = re.compile(r"(\w+) in os\.environ|os\.environ(?:\.\w+\(|\[)\"?(\w+)|getenv\(\"?(\w+)")
     used = {"".join(names) for text in sources() for names in uses.findall(text)}
     constants = {name: value for name, value in vars(switches).items() if name.isupper()}
@@ -377,11 +369,7 @@ def test_pages_that_docstrings_name_are_there():
 
 @pytest.fixture
 def make_families():
-    path = ROOT / "docs" / "make_families.py"
-    spec = importlib.util.spec_from_file_location("make_families", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / "docs" / "make_families.py")
 
 
 def test_the_made_page_is_current(make_families):

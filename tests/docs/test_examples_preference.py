@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,13 +13,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
 )
 
 import flexvarlen as fv
-from flexvarlen.verify.corpus import train_tokenizer
-from tests.docs.conftest import HEADS, ROOT, TINY
+from tests.docs.scripts import ROOT, on_two_ranks, save_tiny_model
 from tests.packing.test_conversations import ROLLOUTS, STRIPS, TOOLS
 
 pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
@@ -35,11 +29,8 @@ TEXTS = [("packed rows of many documents", 3), ("a mask and a kernel", 40), ("on
 def folder(tmp_path_factory):
     """A tiny model with a tokenizer, and data."""
     folder = tmp_path_factory.mktemp("preference")
-    words = train_tokenizer(tuple(text for text, _ in TEXTS), 300)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>", pad_token="<p>")
-    tokenizer.save_pretrained(folder / "tiny")
-    config = Qwen3Config(vocab_size=len(tokenizer), **TINY, **HEADS)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "tiny")
+    texts = tuple(text for text, _ in TEXTS)
+    save_tiny_model(folder / "tiny", texts, eos_token="<e>", pad_token="<p>")
     lines = [
         {"prompt": "say:", "chosen": f" {text}" * count, "rejected": f" {text[::-1]}"}
         for text, count in TEXTS
@@ -70,19 +61,11 @@ def test_dpo_on_data_of_ones_own(load, folder, tmp_path, capsys, options):
 
 @pytest.mark.slow
 def test_dpo_on_two_ranks(folder, tmp_path):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launch.append(ROOT / "tests/docs/leave.py")
-    script = [ROOT / "examples/dpo.py", "--model", folder / "tiny", "--out", tmp_path / "out"]
+    script = [ROOT / "tests/docs/leave.py", ROOT / "examples/dpo.py", "--model", folder / "tiny"]
     script += ["--data", folder / "pairs.jsonl", "--batch", 3, "--steps", 2, "--backend", "sdpa"]
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     logs = []
     for padded in ([], ["--padded"]):
-        done = subprocess.run(
-            [sys.executable, *map(str, launch + script + padded)],
-            env=os.environ | own | {"CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-        )
+        done = on_two_ranks(*script, "--out", tmp_path / "out", *padded)
         assert done.returncode == 0, done.stderr[-3000:]
         logs.append(logged(done.stdout))
     assert len(logs[0]) >= 2 * 3

@@ -15,13 +15,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     ModernBertConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
 )
 
 import flexvarlen as fv
-from flexvarlen.verify.corpus import train_tokenizer
-from tests.docs.conftest import HEADS, ROOT, TINY
+from tests.docs.scripts import ROOT, TINY, save_tiny_model
 
 MARKED = """{% for message in messages %}<{{ message.role }}>
 {% if message.role == 'assistant' %}{% generation %}{{ message.content }}<e>{% endgeneration %}
@@ -42,14 +39,9 @@ def chat_of(*contents):
 def folder(tmp_path_factory):
     """A tiny chat model, and chats of very different lengths."""
     folder = tmp_path_factory.mktemp("recipes")
-    words = train_tokenizer((TEXT, MARKED), 300)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<e>", pad_token="<p>", chat_template=MARKED
-    )
-    tokenizer.save_pretrained(folder / "tiny")
     torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=len(tokenizer), **TINY, **HEADS)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "tiny")
+    tokens = {"eos_token": "<e>", "pad_token": "<p>", "chat_template": MARKED}
+    save_tiny_model(folder / "tiny", (TEXT, MARKED), **tokens)
     lines = [json.dumps({"messages": chat_of("say it", each)}) for each in ANSWERS]
     (folder / "chats.jsonl").write_text("\n\n".join(lines))
     return folder
@@ -103,15 +95,42 @@ def test_chats_are_learned_and_what_is_saved_loads_alone(load, folder, tmp_path,
     assert all(re.search(rf"> {question}\n\S", together) for question in questions)
 
 
+GOOD = json.dumps({"messages": chat_of("a", "b")})
+PAIR = {"anchor": "a", "positive": "b"}
+
+
 @pytest.mark.parametrize(
-    "line", ["{'messages': 1}", '{"messages": []}', '{"text": "no chat"}', "[1]"]
+    ("lines", "message"),
+    [
+        *(
+            ([GOOD, "", line, GOOD], r"cannot train on line 3 of .*file\.jsonl")
+            for line in ("{'messages': 1}", '{"messages": []}', '{"text": "no chat"}', "[1]")
+        ),
+        ([], "two chats, as one is held out, got 0"),
+        ([GOOD], "two chats, as one is held out, got 1"),
+    ],
 )
-def test_a_line_that_is_no_chat_is_refused_by_its_number(load, folder, tmp_path, line):
-    good = json.dumps({"messages": chat_of("a", "b")})
-    (tmp_path / "bad.jsonl").write_text(f"{good}\n\n{line}\n{good}\n")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
-    with pytest.raises(typer.BadParameter, match=r"cannot train on line 3 of .*bad\.jsonl"):
-        load("chat_sft").read_chats(tmp_path / "bad.jsonl", tokenizer)
+def test_chats_that_are_none_are_refused(load, folder, tmp_path, lines, message):
+    file, tokenizer = tmp_path / "file.jsonl", AutoTokenizer.from_pretrained(folder / "tiny")
+    file.write_text("\n".join(lines))
+    with pytest.raises(typer.BadParameter, match=message):
+        load("chat_sft").read_chats(file, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([], "two pairs, as one is held out, got 0"),
+        ([PAIR], "two pairs, as one is held out, got 1"),
+        ([{"question": "a", "answer": "b"}] * 2, r"'anchor' and 'positive', got \['question'"),
+        ([PAIR, {"anchor": "c"}], "'positive', got none in object 2"),
+    ],
+)
+def test_pairs_that_are_none_are_refused(load, tmp_path, pairs, message):
+    pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    with pytest.raises(typer.BadParameter, match=message):
+        load("embeddings").read_pairs(tmp_path / "pairs.jsonl")
 
 
 def test_the_template_of_the_page_trains_the_answers(folder):
@@ -148,17 +167,6 @@ def test_chats_that_are_cut_are_counted(load, folder, tmp_path, capsys):
     sft.main(str(folder / "tiny"), data, tokens=tokens, out=tmp_path / "out")
     said = capsys.readouterr().out
     assert "Documents cut: 3; left out: 2." in said
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_data_of_which_none_is_left_to_train_on_is_refused(load, folder, tmp_path, count):
-    file, tokenizer = tmp_path / "few.jsonl", AutoTokenizer.from_pretrained(folder / "tiny")
-    file.write_text(f"{json.dumps({'messages': chat_of('a', 'b')})}\n" * count)
-    with pytest.raises(typer.BadParameter, match=f"two chats, as one is held out, got {count}"):
-        load("chat_sft").read_chats(file, tokenizer)
-    pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
-    with pytest.raises(typer.BadParameter, match=f"two pairs, as one is held out, got {count}"):
-        load("embeddings").read_pairs(file)
 
 
 def test_four_bits_need_bitsandbytes(load, folder, monkeypatch):
@@ -204,18 +212,3 @@ def test_embeddings_learn_the_same_padded_and_packed(load, folder, tmp_path, cap
     assert len(logs[0]) == 2  # of the tenth step
     assert logs[1] == pytest.approx(logs[0], rel=1e-3)
     assert cosine_similarity(*map(torch.tensor, vectors)).min() > 0.9999
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([{"question": "a", "answer": "b"}] * 2, r"'anchor' and 'positive', got \['question'"),
-        ([{"anchor": "a", "positive": "b"}, {"anchor": "c"}], "'positive', got none in object 2"),
-    ],
-    ids=["names", "missing"],
-)
-def test_pairs_without_a_text_are_refused(load, tmp_path, lines, message):
-    pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
-    (tmp_path / "wrong.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    with pytest.raises(typer.BadParameter, match=message):
-        load("embeddings").read_pairs(tmp_path / "wrong.jsonl")

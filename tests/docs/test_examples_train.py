@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,17 +12,11 @@ import pytest
 import torch
 import typer
 from accelerate.state import AcceleratorState, GradientState
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flexvarlen.verify.corpus import train_tokenizer
+from tests.docs.scripts import ROOT, on_two_ranks, save_tiny_model
 from tests.docs.train_ranks import run
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVED, DIES = 14, 5, 10
 DOCUMENTS = 66
 PADDING = [0]  # the document of a row that fills a step
@@ -43,18 +34,7 @@ def folder(tmp_path_factory):
     ]
     (folder / "texts").mkdir()
     (folder / "texts" / "all.txt").write_text("\f".join(texts))
-    fast = train_tokenizer(tuple(texts), 300)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast)
-    tokenizer.save_pretrained(folder / "tiny")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "tiny")
+    save_tiny_model(folder / "tiny", tuple(texts))
     return folder
 
 
@@ -94,20 +74,8 @@ def two_ranks(folder, *, dies=0, **options):
     """A run of two rows a rank and step: the documents of each step, and the log."""
     notes = folder / f"notes-{dies}"
     options = {"out": folder / "out", "accumulate": 2, "save_every": SAVED, **options}
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    script = [
-        ROOT / "tests" / "docs" / "train_ranks.py",
-        notes,
-        dies,
-        *arguments(folder, **options),
-    ]
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [sys.executable, *map(str, launch + script)],
-        env=os.environ | own | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    script = ROOT / "tests" / "docs" / "train_ranks.py"
+    done = on_two_ranks(script, notes, dies, *arguments(folder, **options))
     assert (done.returncode == 0) is (dies == 0), done.stderr[-3000:]
     return documents_of(notes, 2), log_of(options["out"])
 

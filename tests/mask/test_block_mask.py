@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -10,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flexvarlen import PackedLayout, document_block_mask
 from flexvarlen.mask.block_mask import block_mask_of
+from flexvarlen.mask.picture import block_states
 from flexvarlen.mask.table_shapes import Tables
 from tests.mask_cases import BLOCK_SIZES, KINDS, MaskCase, cases
 from tests.oracle import Documents
@@ -55,9 +59,9 @@ def evaluated(block_mask):
 
 
 def check(case, block_size, compact):
-    """Partial and full blocks, forward and transposed, and the mask_mod, against the dense mask."""
-    dense = case.dense()
-    block_mask = block_mask_of(case.mask(), block_size=block_size, compact=compact)
+    """Partial and full blocks, forward, transposed and drawn, and the mask_mod, by brute force."""
+    dense, mask = case.dense(), case.mask()
+    block_mask = block_mask_of(mask, block_size=block_size, compact=compact)
     assert block_mask.shape == (1, 1, *dense.shape)
     assert block_size == block_mask.BLOCK_SIZE
     touched, whole = brute_force(dense, block_size)
@@ -67,7 +71,7 @@ def check(case, block_size, compact):
     assert torch.equal(ours["full_q"], whole.T)
     assert torch.equal(ours["q"], (touched & ~whole).T)
     assert torch.equal(evaluated(block_mask), dense)
-    return block_mask
+    assert torch.equal(block_states(mask, block_size), touched.to(torch.int8) + whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -230,9 +234,6 @@ def test_a_build_is_one_launch_and_reads_nothing_back():
 @pytest.mark.gpu
 def test_boundaries_overwritten_past_their_bound_stop_the_process_not_the_mask():
     """What no check on the host can see fails an assertion on the device: nothing is cut off."""
-    import subprocess
-    import sys
-
     program = """
 import torch
 from flexvarlen import PackedLayout, document_block_mask

@@ -72,23 +72,17 @@ def test_dense_mask_of_a_long_row_is_refused():
         mask.to_dense()
 
 
-@pytest.mark.parametrize(
-    ("keys", "sentence"),
-    [
-        (PackedLayout.from_lengths([5] * 3, capacity=4), "as many documents as the layout, 2, got"),
-        (PackedLayout.from_lengths([5, 5], capacity=4), "the layout's capacity 2, got 4"),
-        (PackedLayout.from_lengths([5, 5], device="meta"), "on the layout's device cpu, got meta"),
-        ([5, 5], "layout_k must be a PackedLayout, got list"),
-    ],
-)
-def test_rows_that_do_not_pair_are_refused(keys, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        DocumentMask.of(LAYOUT, layout_k=keys)
+def keys(*lengths, **sizes):
+    return {"layout_k": PackedLayout.from_lengths(lengths, **sizes)}
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
+        (keys(5, 5, 5, capacity=4), "layout_k must have as many documents as the layout, 2, got"),
+        (keys(5, 5, capacity=4), "layout_k must have the layout's capacity 2, got 4"),
+        (keys(5, 5, device="meta"), "layout_k must be on the layout's device cpu, got meta"),
+        ({"layout_k": [5, 5]}, "layout_k must be a PackedLayout, got list"),
         ({"prefix": int32(1, 2, 3)}, r"an int32 tensor \[2\]"),
         ({"prefix": torch.tensor([1, 2])}, r"an int32 tensor \[2\].*got torch.int64"),
         ({"prefix": int32(1, 2).to("meta")}, "on the layout's device cpu, got meta"),
@@ -106,7 +100,7 @@ def test_rows_that_do_not_pair_are_refused(keys, sentence):
     ],
     ids=str,
 )
-def test_kinds_that_are_none_are_refused(options, sentence):
+def test_what_makes_no_mask_is_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         DocumentMask.of(LAYOUT, **options)
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening
 
 import flexvarlen as fv
-from tests.tiny_models import VOCABULARY, documents, new_model
+from tests.tiny_models import documents, new_model
 
 SIZES = {"total_tokens": 16, "capacity": 4, "max_seqlen_bound": 8}
 DOCUMENTS = [[11, 12, 13], [21], [31, 32, 33, 34]]
@@ -88,36 +88,81 @@ def test_positions_of_padding_stay_below_the_bound(boundaries):
     """A table of positions ends where the longest document may."""
     sizes = {"total_tokens": 64, "capacity": 16, "max_seqlen_bound": 8}
     batch = fv.PackedCollator(**sizes, boundaries=boundaries, position_ids_start=2)(FEATURES)
+    assert batch["position_ids"][0, :5].tolist() == [2, 3, 4, 2, 2]  # as RoBERTa's
     assert batch["position_ids"].max() == 9
 
 
-def test_rows_of_documents(collate):
-    """What a data set of packed rows yields, a row or two at a time."""
-    same(collate([FEATURES]), collate(FEATURES))
-    same(collate([DOCUMENTS[:1], DOCUMENTS[1:]]), collate(FEATURES))
-    same(collate(DOCUMENTS), collate(FEATURES))
+TOKENS = [token for document in DOCUMENTS for token in document]
+IN_BLOCKS = [1, 1, 1, 2, 3, 3, 3, 3]
 
 
-@pytest.mark.parametrize("of", [list, tuple, torch.tensor, np.array, lambda x: list(np.array(x))])
-def test_tokens_as_lists_tensors_and_arrays(collate, of):
-    same(collate([{"input_ids": of(document)} for document in DOCUMENTS]), collate(FEATURES))
-    same(collate([of(document) for document in DOCUMENTS]), collate(FEATURES))
+def flat(**options):
+    """As transformers' collator makes them."""
+    return DataCollatorWithFlattening(return_tensors="pt", **options)(FEATURES)
+
+
+def padding_free():
+    """As TRL's collator makes them."""
+    sft = pytest.importorskip("trl.trainer.sft_trainer", reason="needs TRL: pip install trl")
+    made = sft.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    return made([dict(feature) for feature in FEATURES])
+
+
+ALIKE = {
+    "rows": lambda: [FEATURES],
+    "two_rows": lambda: [DOCUMENTS[:1], DOCUMENTS[1:]],
+    "lists": lambda: DOCUMENTS,
+    "tuples": lambda: [{"input_ids": tuple(x)} for x in DOCUMENTS],
+    "tensors": lambda: [torch.tensor(x) for x in DOCUMENTS],
+    "arrays": lambda: [np.array(x) for x in DOCUMENTS],
+    "lists_of_numpy_integers": lambda: [list(np.array(x)) for x in DOCUMENTS],
+    "flat": flat,
+    "flat_in_a_list": lambda: [flat()],
+    "flat_with_cu_seq_lens": partial(flat, return_flash_attn_kwargs=True),
+    "flat_with_seq_idx": partial(flat, return_seq_idx=True, return_position_ids=False),
+    "flat_with_both": partial(flat, return_seq_idx=True, return_flash_attn_kwargs=True),
+    "flat_from_position_2": partial(flat, position_ids_start=2),
+    "padding_free": padding_free,
+    "padded": lambda: {
+        "input_ids": torch.tensor([[0, 11, 12, 13], [21, 0, 0, 0], [31, 32, 33, 34]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]),
+    },
+    "cu_seq_lens_k": lambda: {"input_ids": TOKENS, "cu_seq_lens_k": [0, 3, 4, 8]},
+    "cu_seq_lens_and_mask": lambda: {
+        "input_ids": TOKENS,
+        "cu_seq_lens_q": [0, 3, 4, 8],
+        "attention_mask": IN_BLOCKS,
+    },
+    "seq_lengths_and_positions": lambda: {
+        "input_ids": TOKENS,
+        "seq_lengths": [3, 1, 4],
+        "position_ids": [0, 1, 2, 0, 0, 1, 2, 3],
+    },
+    "document_ids": lambda: {"input_ids": TOKENS, "attention_mask": IN_BLOCKS},
+    "positions": lambda: {"input_ids": TOKENS, "position_ids": [0, 1, 2, 0, 5, 6, 7, 8]},
+}
+
+
+@pytest.mark.parametrize("make", ALIKE.values(), ids=ALIKE)
+def test_documents_that_are_given_in_another_way(collate, make):
+    same(collate(make()), collate(FEATURES))
 
 
 @pytest.mark.parametrize(
-    "options",
+    "document",
     [
-        {},
-        {"return_flash_attn_kwargs": True},
-        {"return_seq_idx": True, "return_position_ids": False},
-        {"return_seq_idx": True, "return_flash_attn_kwargs": True},
-        {"position_ids_start": 2},
+        {"input_ids": [[11, 12, 13]], "attention_mask": [[1, 1, 1]]},  # a tokenizer's
+        {"input_ids": [11, 12, 13], "labels": [-100, 12, 13]},
+        {"input_ids": [11, 12, 99, 13], "attention_mask": [1, 1, 0, 1]},  # a hole makes no other
+        [11, 12, 13],
+        torch.tensor([11, 12, 13]),
+        torch.tensor([[11, 12, 13]]),
+        [[11, 12, 13]],
     ],
+    ids=["row_with_mask", "labels", "hole", "list", "tensor", "row_of_a_tensor", "list_of_a_list"],
 )
-def test_batches_of_data_collator_with_flattening(collate, options):
-    flat = DataCollatorWithFlattening(return_tensors="pt", **options)(FEATURES)
-    same(collate(flat), collate(FEATURES))
-    same(collate([flat]), collate(FEATURES))
+def test_one_document_needs_no_boundaries(collate, document):
+    same(collate([document]), collate(FEATURES[:1]))
 
 
 @pytest.mark.parametrize("return_tensors", ["pt", "np"])
@@ -129,22 +174,6 @@ def test_a_flattened_batch_without_boundaries_is_not_one_document(collate, retur
             collate(features)
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        {"input_ids": [[11, 12, 13]], "attention_mask": [[1, 1, 1]]},  # a tokenizer's
-        {"input_ids": [11, 12, 13], "labels": [-100, 12, 13]},
-        [11, 12, 13],
-        torch.tensor([11, 12, 13]),
-        torch.tensor([[11, 12, 13]]),
-        [[11, 12, 13]],
-    ],
-    ids=["row_with_mask", "labels", "list", "tensor", "row_of_a_tensor", "list_of_a_list"],
-)
-def test_one_document_needs_no_boundaries(collate, document):
-    same(collate([document]), collate(FEATURES[:1]))
-
-
 def test_packed_rows_of_trl(collate):
     datasets = pytest.importorskip("datasets")
     trl = pytest.importorskip("trl")
@@ -154,42 +183,6 @@ def test_packed_rows_of_trl(collate):
     assert sorted(batch["packed_layout"].lengths) == [1, 3, 4]
     inside = batch["input_ids"][0, :8].tolist()
     assert sorted(inside) == sorted(token for document in DOCUMENTS for token in document)
-
-
-def test_padding_free_batches_of_trl(collate):
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    made = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    features = [dict(feature) for feature in FEATURES]
-    same(collate(made(features)), collate(FEATURES))
-
-
-def test_padded_batches_lose_their_padding(collate):
-    padded = {
-        "input_ids": torch.tensor([[0, 11, 12, 13], [21, 0, 0, 0], [31, 32, 33, 34]]),
-        "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]),
-    }
-    same(collate(padded), collate(FEATURES))
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"cu_seq_lens_k": [0, 3, 4, 8]},
-        {"cu_seq_lens_q": [0, 3, 4, 8], "attention_mask": [1, 1, 1, 2, 3, 3, 3, 3]},
-        {"seq_lengths": [3, 1, 4], "position_ids": [0, 1, 2, 0, 0, 1, 2, 3]},
-        {"attention_mask": [1, 1, 1, 2, 3, 3, 3, 3]},
-        {"position_ids": [0, 1, 2, 0, 5, 6, 7, 8]},
-    ],
-)
-def test_boundaries_that_agree(collate, row):
-    tokens = [token for document in DOCUMENTS for token in document]
-    same(collate({"input_ids": tokens, **row}), collate(FEATURES))
-
-
-def test_a_hole_in_a_document_makes_no_other(collate):
-    holed = {"input_ids": [11, 12, 99, 13], "attention_mask": [1, 1, 0, 1]}
-    same(collate([holed]), collate(FEATURES[:1]))
 
 
 def test_labels_of_ones_own(collate):
@@ -268,15 +261,10 @@ def test_loss_of_completions_alone(collate, mask, of):
     assert batch["labels"][0, :4].tolist() == [-100, -100, 3, 4]
 
 
-def test_columns_of_ones_own_are_told():
+def test_columns_of_ones_own_are_padded_with_a_value_of_their_kind():
     collate = fv.PackedCollator(**SIZES, extra={"weights": 0.5})
-    batch = collate([{"input_ids": [1, 2], "weights": [2.0, 3.0]}])
+    batch = collate([{"input_ids": [1, 2], "weights": [2, 3]}])
     assert batch["weights"][0, :4].tolist() == [2.0, 3.0, 0.5, 0.5]
-
-
-def test_positions_of_roberta():
-    batch = fv.PackedCollator(**SIZES, position_ids_start=2)(FEATURES)
-    assert batch["position_ids"][0, :5].tolist() == [2, 3, 4, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -307,26 +295,16 @@ def test_positions_of_roberta():
         ),
         ([{"input_ids": [1]}] * 5, "capacity"),
         ([{"input_ids": [1] * 9}], "max_seqlen_bound"),
-        ([3], "features must be mappings with input_ids, got int"),
         (["text"], "features must be mappings with input_ids, got str"),
-        ([{"input_ids": [1.7, 2.0]}], "input_ids must be integers, got float64"),
         ([{"input_ids": [1, 2], "labels": [1.0, float("nan")]}], "labels must be integers"),
         ([{"input_ids": [1, 2], "labels": [-1, 2]}], "labels must be at least 0, or -100 .*got -1"),
         ({"input_ids": [[1, 2], [3]]}, "input_ids must have rows of equal length"),
-        (
-            {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2]]},
-            "labels must have a row for each of 2",
-        ),
         (
             {"input_ids": [1, 2, 3, 4, 5], "cu_seq_lens_q": [0, 2]},
             "boundaries must cover the row's tokens, got 2 of 5",
         ),
         (
             {"input_ids": [1, 2, 3], "cu_seq_lens_q": [0, 3], "position_ids": [0, 1, 0]},
-            "must describe the same documents, got different boundaries at 2",
-        ),
-        (
-            {"input_ids": [1, 2, 3], "seq_lengths": [3], "attention_mask": [1, 1, 2]},
             "must describe the same documents, got different boundaries at 2",
         ),
         (
@@ -345,11 +323,6 @@ def test_a_name_of_its_own_is_no_extra():
         ValueError, match="extra must name columns unknown to the collator, got 'labels'"
     ):
         fv.PackedCollator(extra={"labels": 0})
-
-
-def test_fills_keep_their_kind():
-    batch = fv.PackedCollator(**SIZES, extra={"w": 0.5})([{"input_ids": [1], "w": [3]}])
-    assert batch["w"][0, :2].tolist() == [3.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -386,32 +359,6 @@ def test_the_pad_token_of_a_tokenizer(kind):
     ):
         for _ in range(2):
             assert collate([[1, 2, 3]])["input_ids"].tolist() == [[1, 2, 3, pad]]
-
-
-@pytest.mark.parametrize("boundaries", ["packed_layout", "cu_seq_lens"])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_model_learns_from_the_row_what_the_documents_teach(boundaries, workers):
-    """Loss and gradients of the row are the sums of those of each document alone."""
-    generator = torch.Generator().manual_seed(0)
-    documents = [
-        torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in (5, 1, 7, 2)
-    ]
-    model = fv.patch_model(new_model("llama").double(), "sdpa").train()
-    collate = fv.PackedCollator(
-        total_tokens=20, capacity=8, max_seqlen_bound=16, boundaries=boundaries
-    )
-    loader = DataLoader(documents, batch_size=4, collate_fn=collate, num_workers=workers)
-    (batch,) = loader
-    kept = (batch["labels"] != -100).sum()
-    (model(**batch).loss * kept).backward()
-    together = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    for document in documents:
-        if len(document) > 1:
-            ids = torch.tensor([document])
-            (model(input_ids=ids, labels=ids).loss * (len(document) - 1)).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(together[name], parameter.grad)
 
 
 @pytest.mark.gpu

@@ -117,17 +117,16 @@ def test_no_more_rows_than_trl_and_less_time(capacity):
     assert ours_s < their_s
 
 
-def test_a_million_documents_in_two_seconds_and_995_in_1000_tokens_used():
-    """Seconds of a core, the best of three runs: other processes share the machine."""
-    capacity = 4096
-    lengths = log_normal(1_000_000, capacity)
-    seconds = []
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_200_000_documents_take_longer_than_400_ms_or_leave_space(strategy):
+    """Milliseconds of a core, the best of three runs: other processes share the machine."""
+    lengths, seconds = log_normal(200_000, 4096), []
     for _ in range(3):
         begin = time.process_time()
-        rows = pack(lengths, capacity)
+        rows = pack(lengths, 4096, strategy=strategy)
         seconds.append(time.process_time() - begin)
-    assert min(seconds) < 2
-    assert efficiency(lengths, rows, capacity) >= 0.995
+    assert min(seconds) < 0.4
+    assert efficiency(lengths, rows, 4096) >= 0.995
 
 
 def test_many_alike_and_many_unlike_are_packed_in_seconds():
@@ -137,17 +136,6 @@ def test_many_alike_and_many_unlike_are_packed_in_seconds():
     rows = pack(lengths, 131_072)
     assert time.process_time() - begin < 5
     assert len(rows) == 100_000
-
-
-def test_first_fit_of_a_million_documents_in_two_seconds():
-    """The best of three runs, and this process's time alone: others share the machine."""
-    lengths = log_normal(1_000_000, 4096)
-    seconds = []
-    for _ in range(3):
-        begin = time.process_time()
-        pack(lengths, 4096, strategy="first_fit")
-        seconds.append(time.process_time() - begin)
-    assert min(seconds) < 2
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

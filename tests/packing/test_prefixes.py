@@ -64,26 +64,6 @@ def test_each_sample_gets_its_own_back(samples, padding):
     assert (shared.input_ids[0, total - padding :] == 9).all()
 
 
-def tokens_of(pairs, at=0):
-    """Tokens of the trees of samples that share all before an offset, by the rule in words."""
-    total = 0
-    for token in {own[at][0] for own in pairs if len(own) > at}:
-        same = [own for own in pairs if len(own) > at and own[at][0] == token]
-        parts = [same]
-        if len({own[at][1] for own in same} - {-100}) > 1:  # they learn different continuations
-            going = [own for own in same if len(own) > at + 1]
-            after = {own[at + 1][0] for own in going}
-            parts = [[own for own in going if own[at + 1][0] == x] for x in after]
-        total += sum(1 + tokens_of(part, at + 1) for part in parts)
-    return total
-
-
-@given(sample_lists())
-def test_what_is_common_is_there_once(samples):
-    pairs = [list(zip(ids_of(x), shifted(x), strict=True)) for x in samples]
-    assert fv.share_prefixes(samples).layout.total_tokens == tokens_of(pairs)
-
-
 @given(st.lists(tokens, min_size=1, max_size=7), st.integers(0, 6))
 def test_a_token_is_shared_where_one_sample_learns_it(texts, learning):
     """So a later turn's prompt shares the answer that it repeats."""
@@ -198,36 +178,45 @@ def test_samples_of_each_kind(ids, in_mapping):
     assert fv.TreeCollator()([features, features])["sample_counts"].tolist() == [[2, 2]]
 
 
-LABELLED = {"input_ids": [5, 6, 7], "labels": [-1, -1, 7]}
-
-
-def test_what_raises():
-    with pytest.raises(ValueError, match="samples must contain at least one"):
-        fv.share_prefixes([])
-    with pytest.raises(ValueError, match="min_tokens must be an integer of at least 1"):
-        fv.share_prefixes([[1, 2]], min_tokens=0)
-    for samples, words in (
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([], "samples must contain at least one"),
+        ("ab", "samples must be a list of samples, got str"),
+        (5, "samples must be a list of samples, got int"),
+        ([1, 2], "input_ids of sample 0 must be a list"),
         ([[None]], "input_ids of sample 0 must be integers, got None"),
         ([[1, 2.0]], "input_ids of sample 0 must be integers, got 2.0 at index 1"),
         ([[True, False]], "input_ids of sample 0 must be integers, got True"),
         ([np.array([1.0])], "input_ids of sample 0 must be integers, got"),
         ([torch.ones(2, dtype=torch.bool)], "input_ids of sample 0 must be integers, got True"),
-        ([{"input_ids": [1], "labels": ["a"]}], "labels of sample 0 must be integers, got 'a'"),
-        ([[1], LABELLED], "labels of sample 1 must be at least 0, or -100 .* got -1; set the"),
         ([[1], [2, -1]], "input_ids of sample 1 must be at least 0, got -1"),
-        ([1, 2], "input_ids of sample 0 must be a list"),
-        ("ab", "samples must be a list of samples, got str"),
-        (5, "samples must be a list of samples, got int"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            fv.share_prefixes(samples)
-    for features in (5, [5], [[5, None]]):
-        with pytest.raises(ValueError, match="must be"):
-            fv.TreeCollator()(features)
-    for name in ("max_depth", "min_tokens", "capacity", "total_tokens"):
-        for call in (partial(fv.share_prefixes, [[1]]), fv.TreeCollator):
-            with pytest.raises(ValueError, match=f"{name} must be an integer"):
-                call(**{name: "8"})
-            call(**{name: np.int64(8)})
+        ([{"input_ids": [1], "labels": ["a"]}], "labels of sample 0 must be integers, got 'a'"),
+        (
+            [[1], {"input_ids": [5, 6], "labels": [-1, 6]}],
+            "labels of sample 1 must be at least 0, or -100 .* got -1; set the",
+        ),
+    ],
+)
+def test_samples_that_are_none_are_refused(samples, message):
+    with pytest.raises(ValueError, match=message):
+        fv.share_prefixes(samples)
+
+
+@pytest.mark.parametrize("features", [5, [5], [[5, None]]])
+def test_features_that_are_none_are_refused(features):
+    with pytest.raises(ValueError, match="must be"):
+        fv.TreeCollator()(features)
+
+
+@pytest.mark.parametrize("name", ["max_depth", "min_tokens", "capacity", "total_tokens"])
+@pytest.mark.parametrize("call", [partial(fv.share_prefixes, [[1]]), fv.TreeCollator])
+def test_sizes_are_integers(name, call):
+    with pytest.raises(ValueError, match=f"{name} must be an integer"):
+        call(**{name: "8"})
+    call(**{name: np.int64(8)})
+
+
+def test_unfold_takes_the_tokens_of_the_row():
     with pytest.raises(ValueError, match="x must have the row's 2 tokens"):
         fv.share_prefixes([[1, 2]]).unfold(torch.zeros(3))

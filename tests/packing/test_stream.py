@@ -7,16 +7,12 @@ from itertools import islice
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
-from tests.contract_training import documents, settings
-from tests.packing.test_dataset import COLUMNS, EXAMPLES, MASKED, example
-from tests.tiny_models import new_model
+from tests.packing.test_pieces import first_tokens, of_iterable
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
 
@@ -30,36 +26,28 @@ def packer(lengths, tokens=64, buffer=16):
     return fv.StreamPacker(numbered(lengths), tokens, buffer=buffer)
 
 
-def numbers(rows):
-    return [[int(document["input_ids"][0]) for document in row] for row in rows]
-
-
-def of_iterable(rows):
-    return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=2)
-
-
 LENGTHS = st.lists(st.integers(2, 64), min_size=1, max_size=120)
 
 
 @given(LENGTHS, st.integers(1, 30))
 def test_every_document_is_in_one_row(lengths, buffer):
     rows = list(packer(lengths, buffer=buffer))
-    assert sorted(x for row in numbers(rows) for x in row) == list(range(len(lengths)))
+    assert sorted(x for row in first_tokens(rows) for x in row) == list(range(len(lengths)))
     assert all(sum(len(x["input_ids"]) for x in row) <= 64 for row in rows)
 
 
 @given(LENGTHS, st.integers(1, 30), st.data())
 def test_resumed_rows_are_those_of_a_run_that_was_not_stopped(lengths, buffer, data):
-    whole = numbers(packer(lengths, buffer=buffer))
+    whole = first_tokens(packer(lengths, buffer=buffer))
     stop = data.draw(st.integers(0, len(whole)))
     first = packer(lengths, buffer=buffer)
     rows = iter(first)
-    before = numbers(next(rows) for _ in range(stop))
+    before = first_tokens(next(rows) for _ in range(stop))
     state = json.loads(json.dumps(first.state_dict()))  # as a checkpoint keeps it
     later = packer(lengths, buffer=buffer)
     later.load_state_dict(state)
-    assert before + numbers(later) == whole
-    assert numbers(later) == whole  # the next epoch
+    assert before + first_tokens(later) == whole
+    assert first_tokens(later) == whole  # the next epoch
 
 
 def test_the_epoch_is_resumed():
@@ -72,18 +60,18 @@ def test_the_epoch_is_resumed():
     epochs = []
     for epoch in range(3):
         whole.set_epoch(epoch)
-        epochs.append(numbers(whole))
+        epochs.append(first_tokens(whole))
     assert epochs[0] != epochs[1] != epochs[2]
     first = stream()
     first.set_epoch(1)
-    before = numbers(islice(first, 2))
+    before = first_tokens(islice(first, 2))
     later = stream()
     later.load_state_dict(first.state_dict())
     with pytest.raises(ValueError, match=r"epoch must be 1, which load_state_dict resumed .*got 0"):
         later.set_epoch(0)
-    assert before + numbers(later) == epochs[1]
+    assert before + first_tokens(later) == epochs[1]
     later.set_epoch(2)
-    assert numbers(later) == epochs[2]
+    assert first_tokens(later) == epochs[2]
 
 
 def test_no_more_than_the_buffer_waits_and_the_stream_is_read_as_needed():
@@ -100,7 +88,7 @@ def test_no_more_than_the_buffer_waits_and_the_stream_is_read_as_needed():
 
 def test_no_document_waits_for_ever():
     """One that fits nothing else leaves with the buffer after the one that it came in."""
-    rows = numbers(islice(packer([33] + [64] * 200, buffer=8), 8))
+    rows = first_tokens(islice(packer([33] + [64] * 200, buffer=8), 8))
     assert [0] in rows
 
 
@@ -109,47 +97,6 @@ def test_a_buffer_of_documents_fills_rows():
     lengths = np.clip(drawn.round(), 2, 4096).astype(int).tolist()
     rows = list(packer(lengths, 4096, buffer=1024))
     assert sum(lengths) / (4096 * len(rows)) >= 0.995
-
-
-@pytest.mark.parametrize("source", [list, of_iterable], ids=lambda source: source.__name__)
-@pytest.mark.parametrize("long", ["split", "truncate", "drop"])
-def test_documents_are_those_of_a_packed_dataset(source, long):
-    """All columns are cut alike, and pieces without labels are dropped and counted."""
-    stream = fv.StreamPacker(source(EXAMPLES), 8, long=long, extra=["weight"])
-    packed = fv.PackedDataset(EXAMPLES, 8, long=long, extra=["weight"])
-    found, expected = (
-        sorted((x for row in rows for x in row), key=lambda x: x["input_ids"][0])
-        for rows in (stream, packed)
-    )
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert set(one) == set(other) == set(COLUMNS)
-        assert all((one[name] == other[name]).all() for name in COLUMNS)
-    assert (stream.num_long, stream.num_dropped) == (packed.num_long, packed.num_dropped)
-
-
-@pytest.mark.parametrize("column", MASKED)
-def test_pieces_without_labels_are_dropped_and_counted(column):
-    rows = [{"input_ids": [1] * 12, column: MASKED[column]}, example(1, 3, COLUMNS[:1]), [], [7]]
-    stream = fv.StreamPacker(rows, 4)
-    assert sorted(len(x["input_ids"]) for row in stream for x in row) == [3, 4]
-    assert (stream.num_long, stream.num_dropped) == (1, 4)
-
-
-@pytest.mark.parametrize(
-    ("labels", "kind", "kept"),
-    [
-        ([0, 1, 0, 1, 1], None, 2),  # of their own tokens
-        ([0, 1, 0, 1, 1], True, 1),
-        ([5, 6, 7, 8, 9], None, 1),  # nothing predicts the fifth, which is alone
-        ([5, 6, 7, 8, 9], False, 2),
-        (None, False, 1),
-    ],
-)
-def test_the_kind_of_labels_may_be_given(labels, kind, kept):
-    examples = [{"input_ids": [5, 6, 7, 8, 9], "labels": labels}]
-    stream = fv.StreamPacker(examples, 4, next_token_labels=kind)
-    assert sum(map(len, stream)) == kept
 
 
 def test_a_stream_without_labels_ends():
@@ -171,29 +118,17 @@ def test_a_stream_without_labels_ends():
         next(iter(DataLoader(stream, batch_size=None, num_workers=1)))
 
 
-GOOD = {"input_ids": [1, 2, 3]}
-
-
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
-        ({"train": [GOOD]}, {}, "dataset must be an iterable .*, got dict; pass one split"),
-        ("text", {}, "dataset must be an iterable"),
         (7, {}, "dataset must be an iterable .*, got int; "),
-        ([], {}, "dataset must contain at least one example; .* was not read before"),
-        (iter([]), {}, "dataset must contain at least one example; "),
-        ([[GOOD], [GOOD]], {}, r"example 0 of .* must be one document, got a list of 1; flatten "),
-        ([GOOD, GOOD | {"text": "a"}], {}, "example 1 of dataset must be .*got 'text'; drop it"),
-        ([GOOD | {"labels": [1, 2, -1]}], {}, "example 0 .*labels must be at least 0, .*got -1; "),
-        ([GOOD], {"extra": "weight"}, "extra must be names of columns, got 'weight'; "),
-        ([GOOD], {"tokens": 0}, "tokens must be an integer of at least 1, got 0; "),
-        ([GOOD], {"buffer": 0}, "buffer must be an integer of at least 1, got 0; "),
-        ([GOOD], {"long": "cut"}, "long must be split, truncate or drop, got 'cut'; "),
+        (iter([]), {}, "dataset must contain at least one example; .* was not read before"),
+        ([[1, 2]], {"buffer": 0}, "buffer must be an integer of at least 1, got 0; "),
     ],
 )
 def test_what_is_refused(dataset, options, message):
     with pytest.raises(ValueError, match=message):
-        list(fv.StreamPacker(dataset, **{"tokens": 8, **options}))
+        list(fv.StreamPacker(dataset, 8, **options))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -255,29 +190,3 @@ def test_state_of_a_stream_that_workers_pack_is_refused():
     with pytest.raises(ValueError, match="num_workers must be 0 to save the state"):
         stream.state_dict()
     assert len(list(stream)) == stream.state_dict()["rows"] == 8
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_trainer_steps_are_those_of_the_documents_alone(batch, workers, check_trainer_steps):
-    docs = [x for x in documents() if len(x) > 1]
-    packed = fv.StreamPacker(of_iterable([{"input_ids": x} for x in docs]), 48, buffer=6)
-    check_trainer_steps(packed, docs, batch=batch, workers=workers)
-
-
-def test_trainer_sets_the_epoch(tmp_path):
-    seen = []
-
-    class Counting(fv.StreamPacker):
-        def set_epoch(self, epoch):
-            super().set_epoch(epoch)
-            seen.append(epoch)
-
-    trainer = Trainer(
-        fv.patch_model(new_model("qwen3"), "sdpa"),
-        TrainingArguments(**settings(tmp_path, max_steps=3, per_device_train_batch_size=1)),
-        train_dataset=Counting(numbered([20] * 6), 64),
-        data_collator=fv.PackedCollator(),
-    )
-    trainer.train()
-    assert torch.unique(torch.tensor(seen)).tolist() == [0, 1]
