@@ -15,8 +15,9 @@ from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.spec import MaskSpec
 from flexvarlen.measure import watch_compilation
 from tests import oracle
+from tests.attention.accuracy import assert_right
 from tests.backends import FLASH, differentiable, kernels, serving
-from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
+from tests.oracle import Documents, differentiate, random_qkv
 from tests.planted import ignore_branches
 from tests.trees import EXAMPLES, Tree, chunks, trees, windows
 
@@ -37,35 +38,31 @@ def ends_of_paths(tree, q, k, v, **options):
 def by_path(tree, **options):
     """Attention of q, k and v, each path as a document of its own; differentiable."""
 
-    def attend(q, k, v):
+    def attend(q, k, v, sinks=None):
         out = 0 * q  # not plain zeros: padding alone has gradients too
-        for tokens, own, _ in ends_of_paths(tree, q, k, v, **options):
+        for tokens, own, _ in ends_of_paths(tree, q, k, v, sinks=sinks, **options):
             out = out.index_copy(0, torch.tensor(tokens, device=q.device), own)
         return out
 
     return attend
 
 
-def check(tree, name, device, dtype, head_dim, **options):
+def check(tree, name, device, dtype, head_dim, sinks=(), **options):
     *qkv, grad = random_qkv(tree.total_tokens, 6, 2, head_dim, dtype=dtype, device=device)
     layout = tree.layout(device=device)
+    padding = torch.arange(tree.total_tokens, device=device) >= sum(tree.lengths)
 
-    def ours(q, k, v):
-        return packed_attention(q, k, v, layout, backend=name, **options)
+    def ours(q, k, v, sinks=None):
+        return packed_attention(q, k, v, layout, backend=name, sinks=sinks, **options)
 
-    plain = by_path(tree, **options)
-    exact, exact_grads = differentiate(plain, [x.double() for x in qkv], grad.double())
-    baseline, baseline_grads = differentiate(plain, qkv, grad)
-    if differentiable((name, device)):
-        out, grads = differentiate(ours, qkv, grad)
-        for which, mine, *others in zip("qkv", grads, exact_grads, baseline_grads, strict=True):
-            assert_as_accurate(mine, *others, 3, f"gradient of {which}")
-            assert (mine[sum(tree.lengths) :] == 0).all(), "padding has a gradient"
-    else:
-        with torch.no_grad():
-            out = ours(*qkv)
-    assert_as_accurate(out, exact, baseline, 2)
-    assert (out[sum(tree.lengths) :] == 0).all(), "padding has an output"
+    assert_right(
+        ours,
+        by_path(tree, **options),
+        [*qkv, *sinks],
+        grad,
+        has_backward=differentiable((name, device)),
+        blank=padding,
+    )
 
 
 @pytest.mark.parametrize("kernel", kernels("reference", "sdpa", "flex", "flex_fa4", *FLASH))
@@ -111,12 +108,8 @@ def test_lse(kernel):
 
 
 def test_sinks_and_softcap():
-    tree = EXAMPLES["levels"]
-    *qkv, _ = random_qkv(tree.total_tokens, 6, 2, 16)
-    options = {"sinks": torch.randn(6), "softcap": 2.0}
-    found = packed_attention(*qkv, tree.layout(), backend="reference", **options)
-    expected = by_path(tree, **options)(*qkv)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    sinks = [torch.randn(6)]
+    check(EXAMPLES["levels"], "reference", "cpu", torch.float32, 16, sinks, softcap=2.0)
 
 
 @pytest.mark.parametrize("name", ["reference", "sdpa"])

@@ -95,7 +95,7 @@ def test_a_model_trains_on_it_as_on_the_reference(local_kernels, kind):  # noqa:
 
 WRONG_DK = ("x[at] = part.to(x.dtype)", "x[at] = part.to(x.dtype) * (1.5 if part is dk else 1)")
 NO_SOFTCAP = ("if softcap:", "if False:")
-OF_THE_OFFSET = ("x.detach().to(q.dtype), y", "x.detach().to(q.dtype) * (1 + 1e-5 * rows.start), y")
+OF_THE_OFFSET = ("= x.to(q.dtype)", "= x.to(q.dtype) * (1 + 1e-5 * rows.start)")
 RANDOM = ("x[at] = part.to(x.dtype)", "x[at] = part.to(x.dtype) + 1e-5 * torch.rand(())")
 
 
