@@ -88,25 +88,27 @@ def run(name, made, layout, grads=True, **options):
     return [out, *gradients]
 
 
+def assert_same_bits(name, rows, length, *shape, runs=1, totals=None, **options):
+    """Output and gradients of a document of so many tokens in each of the rows, by their names."""
+    expected = None
+    for which, row in rows.items():
+        total = None if totals is None else totals[which]
+        made, layout, tokens = document_in(row, length, *shape, total)
+        for _ in range(runs):
+            found = [x[tokens] for x in run(name, made, layout, **options)]
+            expected = found if expected is None else expected
+            for what, x, y in zip(("out", "dq", "dk", "dv"), found, expected, strict=False):
+                assert torch.equal(x, y), f"{what} of {length} tokens, {which}"
+
+
 @pytest.mark.pairwise(
     kernel=kernels(*FLASH, cpu=False), mask=MASKS, sizes=[((32, 8), 128), ((6, 6), 64)]
 )
 def test_document_has_the_same_bits_in_any_batch(kernel, mask, sizes):
-    (name, device, dtype), (heads, head_dim) = kernel, sizes
-    options = {"batch_invariant": True, **MASKS[mask]}
+    (name, device, dtype), options = kernel, {"batch_invariant": True, **MASKS[mask]}
     with torch_is_deterministic(name == "varlen"):
         for length in (1, 77, 320, 1000):
-            expected = None
-            for which, row in ROWS.items():
-                made, layout, tokens = document_in(row, length, heads, head_dim, dtype, device)
-                results = [x[tokens] for x in run(name, made, layout, **options)]
-                again = [x[tokens] for x in run(name, made, layout, **options)]
-                expected = results if expected is None else expected
-                for what, x, y, z in zip(
-                    ("out", "dq", "dk", "dv"), results, expected, again, strict=True
-                ):
-                    assert torch.equal(x, y), f"{what} of {length} tokens, {which}"
-                    assert torch.equal(x, z), f"{what} of {length} tokens, run to run, {which}"
+            assert_same_bits(name, ROWS, length, *sizes, dtype, device, runs=2, **options)
 
 
 # On the CPU one size, and of flex, which compiles for each length there, two masks.
@@ -127,19 +129,14 @@ def test_document_has_the_same_outputs_in_any_batch(kernel, mask, head_dim):
     """What promises no gradients on every device: `sdpa` has them on the CPU."""
     name, device, dtype = kernel
     options = {"batch_invariant": True, **MASKS[mask]}
-    heads = (4, 2) if device == "cpu" else (32, 8)
+    rows, lengths, heads = ROWS, (1, 77, 320, 1000, 1633), (32, 8)
+    if device == "cpu":
+        rows, lengths, heads = {x: ROWS[x] for x in CPU_TOKENS}, (1, 77, 150), (4, 2)
+        options |= {"totals": CPU_TOKENS}
     grads = (name, device) == ("sdpa", "cpu")
-    for length in (1, 77, 150) if device == "cpu" else (1, 77, 320, 1000, 1633):
-        expected = None
-        for which, row in ROWS.items():
-            if device == "cpu" and which not in CPU_TOKENS:
-                continue
-            total = CPU_TOKENS[which] if device == "cpu" else None
-            made, layout, tokens = document_in(row, length, heads, head_dim, dtype, device, total)
-            results = [x[tokens] for x in run(name, made, layout, grads=grads, **options)]
-            expected = results if expected is None else expected
-            for x, y in zip(results, expected, strict=True):
-                assert torch.equal(x, y), f"{length} tokens, {which}"
+    for length in lengths:
+        shape = (heads, head_dim, dtype, device)
+        assert_same_bits(name, rows, length, *shape, grads=grads, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -148,16 +145,10 @@ def test_document_has_the_same_outputs_in_any_batch(kernel, mask, head_dim):
 def test_a_document_behind_any_number_of_tokens_of_an_odd_head_dim(mask, heads, dtype):
     """Without a copy, its bits would depend on its offset modulo a vector's width."""
     options = {"batch_invariant": True, **MASKS[mask]}
+    rows = {f"behind {n} tokens": ((n,), 1, None) for n in (0, 1, 2, 3, 5, 8)}
     for head_dim in (1, 33, 65):
         for length in (13, 60):
-            expected = None
-            for before in (0, 1, 2, 3, 5, 8):
-                row = ((before,), 1, None)
-                made, layout, tokens = document_in(row, length, heads, head_dim, dtype, "cpu")
-                results = [x[tokens] for x in run("sdpa", made, layout, **options)]
-                expected = results if expected is None else expected
-                for x, y in zip(results, expected, strict=True):
-                    assert torch.equal(x, y), (head_dim, length, before)
+            assert_same_bits("sdpa", rows, length, heads, head_dim, dtype, "cpu", **options)
 
 
 @pytest.mark.gpu

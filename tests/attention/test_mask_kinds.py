@@ -148,14 +148,16 @@ def test_flash_kernels_under_every_kind(kernel, row, kind, monkeypatch):
         check(case, *kernel, 64)
 
 
+@pytest.mark.usefixtures("_flex_without_inductor")
 @pytest.mark.parametrize(
     ("row", "kind", "scores"),
     [
         ("padding_inside", "prefix_and_window", {"softcap": 3.0, "scale": 1.0}),
-        pytest.param("mixed", "cross_causal", {}, marks=pytest.mark.slow),
+        ("mixed", "cross_causal", {}),
     ],
 )
 def test_flex_on_the_cpu(row, kind, scores):
+    """Masks and caps. Inductor's kernels are run by test_compiled_attention.py."""
     check(case_of(row, kind), "flex", "cpu", torch.float32, 16, **scores)
 
 

@@ -5,18 +5,12 @@ from __future__ import annotations
 import json
 import time
 
-import pytest
 import torch
-from torch._dynamo.utils import counters
 
 import flexvarlen as fv
-from flexvarlen import env as switches
 from flexvarlen.attention import choose
-from flexvarlen.attention import explain as explain_module
-from flexvarlen.attention.auto import cache_file, table
-from flexvarlen.attention.auto import decide as auto
+from flexvarlen.attention.auto import cache_file
 from flexvarlen.attention.auto.table import Case
-from flexvarlen.attention.backends import registry as backends
 from flexvarlen.attention.backends.sdpa import SdpaBackend
 from flexvarlen.attention.call import AttentionCall
 
@@ -73,39 +67,6 @@ def a_case(ms, **fields):
     return Case(**known | {"tokens": TOKENS, "capacity": CAPACITY, "longest": BOUND} | fields)
 
 
-def set_up(patch, folder, *stand_ins):
-    """Let "auto" choose among the stand-ins on the CPU, by their times."""
-    registry = {**backends._REGISTRY, **{backend.name: backend for backend in stand_ins}}
-    patch.setattr(backends, "_REGISTRY", registry)
-    for module in (auto, explain_module):
-        patch.setattr(module, "BACKENDS", tuple(registry))
-    patch.setitem(auto.CANDIDATES, "cpu", tuple(backend.name for backend in stand_ins))
-    case = a_case({backend.name: backend.ms for backend in stand_ins})
-    patch.setattr(table, "shipped_cases", lambda: (case,))
-    patch.setattr(table, "HOST_BOUND", 0)
-    patch.setenv(switches.CACHE, str(folder))
-    choose.clear_cache()
-
-
-@pytest.fixture
-def candidates(monkeypatch, tmp_path):
-    """A function that makes its arguments the candidates, and gives them back."""
-
-    def make(*stand_ins):
-        set_up(monkeypatch, tmp_path / "cache", *stand_ins)
-        return stand_ins
-
-    yield make
-    monkeypatch.undo()
-    choose.clear_cache()
-
-
-@pytest.fixture
-def two(candidates):
-    """The slow one first in every order but that of times; each has its own factor."""
-    return candidates(StandIn("slow", 2.0, BY_SLOW), StandIn("fast", 1.0, BY_FAST))
-
-
 def a_layout(*lengths, tokens=TOKENS, capacity=CAPACITY, bound=BOUND):
     return fv.PackedLayout.from_lengths(
         lengths or (30, 34), total_tokens=tokens, capacity=capacity, max_seqlen_bound=bound
@@ -139,9 +100,15 @@ def entries():
     return json.loads(cache_file.cache_path().read_text())["entries"]
 
 
-@pytest.fixture
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+def run_inside_a_backward(function):
+    class Runs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            function()
+            return grad
+
+    Runs.apply(torch.ones(1, requires_grad=True)).sum().backward()

@@ -1,8 +1,5 @@
 """What `explain(measure=True)` measures comes before the table, and is kept in a file."""
 
-# ruff: noqa: F811
-# (fixtures are arguments by the names that they are imported by)
-
 from __future__ import annotations
 
 import json
@@ -17,13 +14,13 @@ import flexvarlen as fv
 from flexvarlen import env as switches
 from flexvarlen.attention import choose
 from flexvarlen.attention.auto import cache_file, keys, measure
-from tests.attention.auto.stand_ins import (  # noqa: F401
+from tests.attention.auto.stand_ins import (
     StandIn,
     a_layout,
     attend,
-    candidates,
     entries,
     explain,
+    run_inside_a_backward,
 )
 from tests.ranks import forking_context
 
@@ -90,19 +87,8 @@ def test_failing_kernels_are_reported_and_not_timed(candidates):
 
 
 def test_nothing_is_timed_inside_a_backward(surprising):
-    class Measures(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            explain(measure=True)
-            return grad
-
-    out = Measures.apply(torch.ones(1, requires_grad=True)).sum()
     with pytest.raises(RuntimeError, match="the call is inside a backward"):
-        out.backward()
+        run_inside_a_backward(lambda: explain(measure=True))
 
 
 # ---- the file ----

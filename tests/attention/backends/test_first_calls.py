@@ -10,11 +10,7 @@ import flexvarlen as fv
 from flexvarlen.attention import choose
 from flexvarlen.attention.auto import decide
 from flexvarlen.attention.backends import registry
-from tests.attention.backends.hub_repositories import (
-    local_kernels,  # noqa: F401
-    results,
-    tensors,
-)
+from tests.attention.backends.hub_repositories import results, tensors
 
 
 @pytest.fixture
@@ -44,7 +40,7 @@ def reentrant(backend):
     return [out.detach(), *(x.grad for x in leaves)]
 
 
-def test_a_pass_on_disk_counts_in_a_backward(local_kernels):  # noqa: F811
+def test_a_pass_on_disk_counts_in_a_backward(local_kernels):
     local_kernels("fa2")
     results("fa2", *row())
     choose.clear_cache()  # another process
@@ -52,7 +48,7 @@ def test_a_pass_on_disk_counts_in_a_backward(local_kernels):  # noqa: F811
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_no_choice_is_kept_while_a_kernel_waits_for_its_check(local_kernels, monkeypatch):  # noqa: F811
+def test_no_choice_is_kept_while_a_kernel_waits_for_its_check(local_kernels, monkeypatch):
     """`auto` took the next one for all of the process."""
     monkeypatch.setitem(registry.AUTO_ORDER, "cpu", ("fa3", "sdpa"))
     local_kernels("fa3")
@@ -101,11 +97,3 @@ def test_a_machine_without_float64(untried, monkeypatch):
     for backend in ("sdpa", "auto"):
         fv.packed_attention(*leaves, layout, backend=backend)
     assert {key.partition(";")[0] for key in decide._right}
-
-
-def test_transformers_switch_turns_kernels_of_the_hub_off(local_kernels, monkeypatch):  # noqa: F811
-    local_kernels("fa3")
-    monkeypatch.setenv("USE_HUB_KERNELS", "0")
-    layout, leaves = row()
-    with pytest.raises(NotImplementedError, match="USE_HUB_KERNELS turns kernels of the Hub off"):
-        fv.packed_attention(*leaves, layout, backend="fa3")

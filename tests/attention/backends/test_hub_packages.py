@@ -10,12 +10,7 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.cu_seqlens import hub
-from tests.attention.backends.hub_repositories import (
-    local_kernels,  # noqa: F401
-    results,
-    tensors,
-    write_build,
-)
+from tests.attention.backends.hub_repositories import results, tensors, write_build
 from tests.backends import gpu_param
 
 MODULES = {
@@ -37,7 +32,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", [gpu_param(name) for name in MODULES])
-def test_forward_and_backward(local_kernels, monkeypatch, tmp_path, name):  # noqa: F811
+def test_forward_and_backward(local_kernels, monkeypatch, tmp_path, name):
     variant = tmp_path / "packages" / "build" / "torch-cuda"
     variant.mkdir(parents=True)
     for file, text in MODULES[name].items():
@@ -64,7 +59,7 @@ def test_forward_and_backward(local_kernels, monkeypatch, tmp_path, name):  # no
 
 
 @pytest.mark.parametrize("name", [gpu_param("fa2"), gpu_param("fa3")])
-def test_compiled(local_kernels, monkeypatch, tmp_path, name):  # noqa: F811
+def test_compiled(local_kernels, monkeypatch, tmp_path, name):
     test_forward_and_backward(local_kernels, monkeypatch, tmp_path, name)
     torch._dynamo.reset()
     layout = fv.PackedLayout.from_lengths([300, 1, 211], total_tokens=520, device="cuda")
