@@ -7,7 +7,6 @@ import shutil
 import socket
 import sys
 import warnings
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,18 +58,19 @@ def test_a_kernel_of_the_hub_computes_what_the_reference_does(local_kernels, nam
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.sampled(1)
 def test_compiled_it_is_an_operator(local_kernels, name):
     """The first call of a process: the kernel is loaded and checked while the graph is traced."""
     local_kernels(name)
     torch._dynamo.reset()
-    layout, other = layout_of(), layout_of(7, 8)
-    run = torch.compile(partial(fv.packed_attention, backend=name), backend="aot_eager")
-    for documents in (layout, other):
-        q, k, v = tensors(documents)
-        out = run(q, k, v, documents)
-        expected = results("reference", documents, [q, k, v])
-        weights = torch.linspace(-1, 1, out.numel()).view_as(out)
-        found = [out, *torch.autograd.grad((out * weights).sum(), (q, k, v))]
+    compiled = torch.compile(fv.packed_attention, backend="aot_eager")
+    for lengths in (LENGTHS, [7, 8]):
+        layout = layout_of(*lengths)
+        leaves = tensors(layout)
+        found, expected = (
+            results(backend, layout, leaves, attend=attend)
+            for backend, attend in ((name, compiled), ("reference", fv.packed_attention))
+        )
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from functools import cache, partial
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention
 from flexvarlen.attention.backends.cu_seqlens import kernel as cu_seqlens_kernel
-from flexvarlen.layout.launch_sizes import SHORT_ROW
+from flexvarlen.layout import launch_sizes
 from flexvarlen.measure import watch_compilation
 from tests.attention.backends.plain_kernel import attend
 from tests.attention.test_trees import by_path
@@ -25,16 +25,21 @@ from tests.overwrite import overwrite
 from tests.trees import Tree
 
 TOKENS = 256
-LONG = SHORT_ROW + 100
-MANY = [[LONG], [700, 900], [LONG - 2, 1, 1], [8] * 8, [0, 0, 5], []]
+LONG = TOKENS + 100
+MANY = [[LONG], [100, 150], [LONG - 2, 1, 1], [8] * 8, [0, 0, 5], []]
 TREES = [
-    Tree((1000, 1000, 148), (-1, 0, 0)),
-    Tree((70, 20, 5, 900, 0, 300), (-1, 0, 1, 1, -1, 4), LONG - 1295),
+    Tree((150, 150, 56), (-1, 0, 0)),
+    Tree((70, 20, 5, 100, 0, 60), (-1, 0, 1, 1, -1, 4), LONG - 255),
     Tree((0, 0, 5), (-1, 0, 1), LONG - 5),
     Tree((LONG,), (-1,)),
     Tree((), (), LONG),
 ]
 SIZES = {"total_tokens": LONG, "capacity": 8, "max_seqlen_bound": LONG}
+
+
+@pytest.fixture(autouse=True)
+def _long_rows_are_short(monkeypatch):
+    monkeypatch.setattr(launch_sizes, "SHORT_ROW", TOKENS)
 
 
 def row_of(lengths, tokens=LONG, **options):
@@ -190,9 +195,10 @@ def test_inductors_cuda_graphs_hold_what_the_row_needs(monkeypatch):
 @pytest.mark.parametrize("who", ["another operator inside inductor's graph", "a user beside it"])
 def test_other_captures_are_made_for_any_documents(who):
     """Numbers that inductor is not handed are constants of its graph, as of a user's own."""
-    sizes = {"total_tokens": LONG, "capacity": 4, "max_seqlen_bound": LONG, "device": "cuda"}
-    layout = PackedLayout.from_lengths([LONG - 9, 9], **sizes)
-    x = torch.randn(LONG, 2, 64, dtype=torch.bfloat16, device="cuda")
+    long = 2148
+    sizes = {"total_tokens": long, "capacity": 4, "max_seqlen_bound": long, "device": "cuda"}
+    layout = PackedLayout.from_lengths([long - 9, 9], **sizes)
+    x = torch.randn(long, 2, 64, dtype=torch.bfloat16, device="cuda")
 
     def attention(q, documents=layout):
         return packed_attention(q, q, q, documents, backend="varlen")
@@ -215,7 +221,7 @@ def test_other_captures_are_made_for_any_documents(who):
             with torch.cuda.graph(graph, stream=stream):
                 out = attention(x * 2)
             graphs.append((graph, out))
-    for lengths in ([1, 700, 40, LONG - 741], [LONG], [100]):
+    for lengths in ([1, 700, 40, long - 741], [long], [100]):
         other = PackedLayout.from_lengths(lengths, **sizes)
         overwrite(layout, other)
         expected = attention(x * 2, other)
@@ -239,12 +245,6 @@ def test_a_pickled_layout_still_recompiles_nothing(backend):
     assert stats.compilations == 1
 
 
-@cache
-def expected_of(tree):
-    *qkv, grad = random_qkv(LONG, 4, 2, 16)
-    return differentiate(by_path(tree), qkv, grad)
-
-
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
 def test_kernels_are_launched_for_the_segments_of_trees(backend, compiler):
     """Inside segments, then for two levels, each with two slots a segment."""
@@ -261,7 +261,8 @@ def test_kernels_are_launched_for_the_segments_of_trees(backend, compiler):
             given.clear()
             layout = tree.layout(**SIZES, max_depth=3)
             found = differentiate(lambda *x, to=layout: called(*x, to), qkv, grad)
-            torch.testing.assert_close(found, expected_of(tree), atol=1e-4, rtol=1e-3)
+            expected = differentiate(by_path(tree), qkv, grad)
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
             slots, segment = max(1, len(tree.lengths)), max([2, *tree.lengths])
             whole = max([2, *layout.segments.tree_lengths()])
             launches = [(slots, segment), (2 * slots, whole), (2 * slots, whole)]

@@ -41,7 +41,7 @@ def test_each_path_is_a_document(tree, how):
     check(tree, **how)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(trees(most_tokens=40))
 def test_any_tree(tree):
     if tree.total_tokens and max(tree.parents) >= 0:
