@@ -5,9 +5,13 @@ Shape legend: T, Tk = tokens of the query and the key row, H = num_heads, D = he
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tests.oracle import assert_as_accurate, differentiate
+
+assert_same_bits = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def assert_right(ours, plain, inputs, grad, *, has_backward=True, blank=None, blank_keys=None):

@@ -12,6 +12,7 @@ import torch
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention, why_not
 from flexvarlen.attention.backends.registry import get_backend
+from tests.attention.accuracy import assert_same_bits
 from tests.backends import FLASH, kernels, with_values
 from tests.oracle import differentiate, random_qkv
 
@@ -88,7 +89,7 @@ def run(name, made, layout, grads=True, **options):
     return [out, *gradients]
 
 
-def assert_same_bits(name, rows, length, *shape, runs=1, totals=None, **options):
+def check_rows(name, rows, length, *shape, runs=1, totals=None, **options):
     """Output and gradients of a document of so many tokens in each of the rows, by their names."""
     expected = None
     for which, row in rows.items():
@@ -108,7 +109,7 @@ def test_document_has_the_same_bits_in_any_batch(kernel, mask, sizes):
     (name, device, dtype), options = kernel, {"batch_invariant": True, **MASKS[mask]}
     with torch_is_deterministic(name == "varlen"):
         for length in (1, 77, 320, 1000):
-            assert_same_bits(name, ROWS, length, *sizes, dtype, device, runs=2, **options)
+            check_rows(name, ROWS, length, *sizes, dtype, device, runs=2, **options)
 
 
 # On the CPU one size, and of flex, which compiles for each length there, two masks.
@@ -136,19 +137,21 @@ def test_document_has_the_same_outputs_in_any_batch(kernel, mask, head_dim):
     grads = (name, device) == ("sdpa", "cpu")
     for length in lengths:
         shape = (heads, head_dim, dtype, device)
-        assert_same_bits(name, rows, length, *shape, grads=grads, **options)
+        check_rows(name, rows, length, *shape, grads=grads, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (4, 2)], ids=str)
-@pytest.mark.parametrize("mask", ["causal", "window"])
+@pytest.mark.pairwise(
+    dtype=[torch.float32, torch.float64, torch.bfloat16],
+    heads=[(1, 1), (3, 1), (4, 2)],
+    mask=["causal", "window"],
+)
 def test_a_document_behind_any_number_of_tokens_of_an_odd_head_dim(mask, heads, dtype):
     """Without a copy, its bits would depend on its offset modulo a vector's width."""
     options = {"batch_invariant": True, **MASKS[mask]}
     rows = {f"behind {n} tokens": ((n,), 1, None) for n in (0, 1, 2, 3, 5, 8)}
     for head_dim in (1, 33, 65):
         for length in (13, 60):
-            assert_same_bits("sdpa", rows, length, heads, head_dim, dtype, "cpu", **options)
+            check_rows("sdpa", rows, length, heads, head_dim, dtype, "cpu", **options)
 
 
 @pytest.mark.gpu
@@ -163,8 +166,7 @@ def test_flex_is_deterministic_whatever_rows_were_between(head_dim):
     first, *_, again = (
         run("flex", *row, deterministic=True) for row in (rows[0], *rows[1:], rows[0])
     )
-    for x, y in zip(first, again, strict=True):
-        assert torch.equal(x, y)
+    assert_same_bits(first, again)
 
 
 @pytest.mark.gpu
@@ -190,9 +192,7 @@ def test_flex_is_deterministic_in_a_graph_if_torch_is(fixed):
             results.append(differentiate(compiled, qkv, grad))
         finally:
             torch.use_deterministic_algorithms(before)
-    first, second = results
-    for x, y in zip([first[0], *first[1]], [second[0], *second[1]], strict=True):
-        assert torch.equal(x, y)
+    assert_same_bits(*results)
 
 
 @pytest.mark.slow

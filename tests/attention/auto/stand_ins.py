@@ -7,11 +7,9 @@ import json
 import torch
 
 import flexvarlen as fv
-from flexvarlen.attention import choose
 from flexvarlen.attention.auto import cache_file
 from flexvarlen.attention.auto.table import Case
 from flexvarlen.attention.backends.sdpa import SdpaBackend
-from flexvarlen.attention.call import AttentionCall
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 BY_SLOW, BY_FAST = 1.002, 1.003
@@ -99,12 +97,6 @@ def attend(layout=None, *, requires_grad=False, **options):
 def explain(layout=None, **options):
     layout = a_layout() if layout is None else layout
     return fv.explain(layout, dtype=torch.float32, **HEADS, **options)
-
-
-def taken(mask, needs_grad=False):
-    """What "auto" takes for calls in fp32."""
-    call = AttentionCall(mask.layout.device, torch.float32, *HEADS.values(), mask.spec)
-    return choose.choose("auto", call._replace(needs_grad=needs_grad), mask)
 
 
 def entries():

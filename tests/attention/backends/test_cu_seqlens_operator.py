@@ -21,21 +21,20 @@ from flexvarlen.layout import launch_sizes as launch
 from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.mask.chunks import chunk_boundaries
 from tests import oracle
-from tests.attention.accuracy import assert_right
+from tests.attention.accuracy import assert_right, assert_same_bits
 from tests.attention.backends.plain_kernel import attend
-from tests.attention.test_mask_kinds import other_lengths
-from tests.mask_cases import slots_of
-from tests.oracle import Documents, differentiate, random_qkv
+from tests.attention.backends.test_backend_accuracy import DOCUMENTS, TOKENS
+from tests.attention.test_mask_kinds import attend_plainly, case_of, inputs_of
+from tests.oracle import differentiate, random_qkv
 from tests.rows import layout_of
 
-TOKENS = 256
-DOCUMENTS = {
-    "no_padding": Documents((50, 77, 129), TOKENS),
-    "padded_tail": Documents((130, 61), TOKENS),
-    "padding_inside": Documents((9, 60, 30, 100, 1, 20), TOKENS, frozenset({0, 2, 4})),
-    "nothing_but_padding": Documents((0,), TOKENS),
-    "empty_document": Documents((0, 100, 0, 0, 156, 0), TOKENS),
-}
+ROWS = [
+    "boundary_off_block",
+    "padded_tail",
+    "padding_inside",
+    "nothing_but_padding",
+    "empty_document",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +43,9 @@ def _long_rows(monkeypatch):
     monkeypatch.setattr(launch, "SHORT_ROW", 0)
 
 
-def attention(backend, layout, *, return_lse=False, layout_k=None, **kind):
+def attention(backend, layout, *, return_lse=False, **kind):
     """A function of q, k, v and perhaps sinks, which gives the output and the LSE."""
-    mask = DocumentMask.of(layout, layout_k=layout_k, **kind)
+    mask = DocumentMask.of(layout, **kind)
 
     def ours(q, k, v, sinks=None):
         return attend(backend, q, k, v, mask, sinks, return_lse=return_lse)
@@ -66,7 +65,7 @@ MASKS = {
 @pytest.mark.pairwise(
     compiled=[False, True],
     mask=MASKS,
-    documents=DOCUMENTS,
+    documents=ROWS,
     with_sinks=[False, True],
     short_row=[SHORT_ROW, 0],
 )
@@ -93,40 +92,35 @@ def test_kernel_gets_the_right_boundaries_and_sinks(
     assert_right(ours, plain, inputs, grad, blank=documents.padded())
 
 
+def cross_attention(backend, row):
+    """To keys of another row: the function, the documents, q, k, v, and the output's gradient."""
+    case = case_of(row, "cross_causal")
+    mask = case.mask()
+
+    def run(q, k, v, sinks=None):
+        return attend(backend, q, k, v, mask, sinks)[0]
+
+    return run, case, *inputs_of(case, "cpu", torch.float32, 16)
+
+
 @pytest.mark.parametrize("short_row", [SHORT_ROW, 0])
-@pytest.mark.parametrize("row", ["no_padding", "padded_tail", "padding_inside"])
+@pytest.mark.parametrize("row", ["mixed", "below_one_block", "padding_inside"])
 def test_keys_of_other_documents(backend, monkeypatch, row, short_row):
     """Documents without keys, queries that see none, and padding on either side."""
     monkeypatch.setattr(launch, "SHORT_ROW", short_row)
-    run, documents, keys, qkv, grad = cross_attention(backend, row)
-
-    def plain(q, k, v, s):
-        return oracle.attend(q, k, v, documents, keys, sinks=s, scale=0.25)[0]
-
-    assert_right(lambda *x: run(*x)[0], plain, [*qkv, torch.randn(6)], grad)
-
-
-def cross_attention(backend, row):
-    """Attention to keys of another row; the documents of both; q, k, v and the gradient."""
-    documents = DOCUMENTS[row]
-    keys = other_lengths(documents)
-    q, _, _, grad = random_qkv(TOKENS, 6, 2, 16)
-    _, k, v, _ = random_qkv(keys.total_tokens, 6, 2, 16, seed=1)
-    run = attention(backend, slots_of(documents), layout_k=slots_of(keys))
-    return run, documents, keys, [q, k, v], grad
+    run, case, qkv, grad = cross_attention(backend, row)
+    assert_right(run, attend_plainly(case, scale=0.25), [*qkv, torch.randn(6)], grad)
 
 
 def test_sink_of_minus_infinity_is_no_sink(backend):
     """Beside queries that see no key: -inf minus -inf is NaN."""
-    run, _, _, qkv, grad = cross_attention(backend, "padded_tail")
-    sinks = torch.full((6,), float("-inf"))
-    out, grads = differentiate(lambda *x: run(*x)[0], [*qkv, sinks], grad)
-    plain, plain_grads = differentiate(lambda *x: run(*x)[0], qkv, grad)
-    for mine, theirs in zip([out, *grads], [plain, *plain_grads, torch.zeros(6)], strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+    run, _, qkv, grad = cross_attention(backend, "below_one_block")
+    found = differentiate(run, [*qkv, torch.full((6,), float("-inf"))], grad)
+    out, grads = differentiate(run, qkv, grad)
+    torch.testing.assert_close(found, (out, [*grads, torch.zeros(6)]), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("documents", ROWS)
 def test_lse_is_without_sinks_and_minus_infinity_at_padding(backend, documents):
     documents = DOCUMENTS[documents]
     q, k, v, _ = random_qkv(TOKENS, 6, 2, 16)
@@ -136,17 +130,17 @@ def test_lse_is_without_sinks_and_minus_infinity_at_padding(backend, documents):
     torch.testing.assert_close(lse.double(), exact, atol=1e-5, rtol=1e-5)
 
 
-ROWS = {
-    "documents": layout_of(DOCUMENTS["no_padding"]),
+LAYOUTS = {
+    "documents": layout_of(DOCUMENTS["boundary_off_block"]),
     "trees": PackedLayout.from_tree([100, 30, 20, 10, 56, 25, 15], [-1, 0, 0, 0, -1, 4, 4]),
 }
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", LAYOUTS)
 @pytest.mark.parametrize("keep", [True, False])
 def test_selective_checkpointing_keeps_attention_by_name(backend, keep, row):
     """Eagerly a plain autograd.Function, of which a checkpoint's policy would see nothing."""
-    run, calls = attention(backend, ROWS[row]), {"documents": 1, "trees": 2}[row]
+    run, calls = attention(backend, LAYOUTS[row]), {"documents": 1, "trees": 2}[row]
     *qkv, grad = random_qkv(TOKENS, 6, 2, 16)
 
     def policy(context, op, *args, **kwargs):
@@ -168,15 +162,14 @@ def test_selective_checkpointing_keeps_attention_by_name(backend, keep, row):
     backend.given.clear()
     saved = differentiate(checkpointed, qkv, grad)
     assert len(backend.given) == calls * (2 if keep else 3)  # forward, perhaps again, backward
-    for mine, theirs in zip([saved[0], *saved[1]], [plainly[0], *plainly[1]], strict=True):
-        assert torch.equal(mine, theirs)
+    assert_same_bits(saved, plainly)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", LAYOUTS)
 @pytest.mark.parametrize("watched", [False, True], ids=["plainly", "operators"])
 def test_gradient_of_the_gradient_is_refused(backend, watched, row):
     """Also where something watches operators: autograd would leave them out of it."""
-    run = attention(backend, ROWS[row])
+    run = attention(backend, LAYOUTS[row])
     q, k, v, grad = random_qkv(TOKENS, 6, 2, 16)
     q.requires_grad_()
     with (
@@ -196,7 +189,7 @@ def test_output_that_nobody_differentiates_has_no_gradients(backend):
         def backward(ctx, grad):
             return None
 
-    run = attention(backend, layout_of(DOCUMENTS["no_padding"]), return_lse=True)
+    run = attention(backend, layout_of(DOCUMENTS["boundary_off_block"]), return_lse=True)
     q, k, v, _ = random_qkv(TOKENS, 6, 2, 16)
     q.requires_grad_()
     Nothing.apply(run(q, k, v)[0]).backward()
@@ -239,13 +232,12 @@ def test_gradient_at_the_tail_reaches_no_sink(backend):
     _, clean = differentiate(lambda *x: run(*x)[0], inputs, grad)
     grad[documents.padded()] = float("nan")
     _, poisoned = differentiate(lambda *x: run(*x)[0], inputs, grad)
-    for mine, theirs in zip(poisoned, clean, strict=True):
-        assert torch.equal(mine, theirs)
+    assert_same_bits(poisoned, clean)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", LAYOUTS)
 def test_transforms_of_torch_func_are_refused(backend, row):
-    run = attention(backend, ROWS[row])
+    run = attention(backend, LAYOUTS[row])
     *qkv, _ = random_qkv(TOKENS, 6, 2, 16)
     with pytest.raises(NotImplementedError, match=r"does not support torch\.func transforms"):
         torch.func.grad(lambda *x: run(*x)[0].sum())(*qkv)
@@ -255,7 +247,7 @@ def test_window_wider_than_the_row_is_no_reason_for_another_kernel(backend):
     """Batch invariant: by the longest document a kernel takes a window nothing fills for none."""
     q, k, v, _ = random_qkv(TOKENS, 6, 2, 16)
     for kind in ({"window": 1000}, {"causal": False, "window": (1000, 900)}):
-        mask = DocumentMask.of(layout_of(DOCUMENTS["no_padding"]), **kind)
+        mask = DocumentMask.of(layout_of(DOCUMENTS["boundary_off_block"]), **kind)
         attend(backend, q, k, v, mask, batch_invariant=True)
         assert backend.given[-1].boundaries.max_seqlen_k - 1 > mask.spec.left
         assert backend.given[-1].boundaries.max_seqlen_q - 1 > mask.spec.right

@@ -100,17 +100,15 @@ RANDOM = ("x[at] = part.to(x.dtype)", "x[at] = part.to(x.dtype) + 1e-5 * torch.r
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "reason", "right"),
+    ("name", "change", "options", "reason", "trains"),
     [
-        (WRONG_DK, {}, "wrong results: its dk is off by 0.5", {"needs_grad": False}),
-        (NO_SOFTCAP, {"softcap": 0.5}, "wrong results: its output is off", {}),
-        (RANDOM, {"deterministic": True}, "not deterministic: two runs differ", {}),
+        ("fa2", WRONG_DK, {}, "wrong results: its dk is off by 0.5", False),
+        ("fa3", NO_SOFTCAP, {"softcap": 0.5}, "wrong results: its output is off", True),
+        ("fa4", RANDOM, {"deterministic": True}, "not deterministic: two runs differ", True),
     ],
-    ids=["wrong dk", "no softcap", "random"],
 )
-@pytest.mark.parametrize("name", BACKENDS)
 def test_a_named_kernel_that_is_wrong_serves_nothing_else(
-    local_kernels, name, change, options, reason, right
+    local_kernels, name, change, options, reason, trains
 ):
     """It was loaded, was named, and would have trained on wrong gradients without a word."""
     local_kernels(name, change)
@@ -118,7 +116,7 @@ def test_a_named_kernel_that_is_wrong_serves_nothing_else(
         with pytest.raises(NotImplementedError, match=f"fails the check .*{reason}.*'flex'"):
             run(name, **options)
     layout = layout_of()
-    q, k, v = (x.requires_grad_(right.get("needs_grad", True)) for x in tensors(layout))
+    q, k, v = (x.requires_grad_(trains) for x in tensors(layout))
     found = fv.packed_attention(q, k, v, layout, backend=name)
     expected = fv.packed_attention(q, k, v, layout, backend="reference")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -182,7 +180,7 @@ def test_why_not_asks_the_module(local_kernels, name, change, call, lacking):
 
 @pytest.fixture
 def online(monkeypatch):
-    """HF_HUB_OFFLINE is not set, and any connection or download fails the test."""
+    """HF_HUB_OFFLINE is not set, any connection or download fails the test; gives `kernels`."""
     from huggingface_hub import constants
 
     def connect(*_, **__):
@@ -193,6 +191,13 @@ def online(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr(socket, "getaddrinfo", connect)
+    return kernels
+
+
+def cached(tmp_path, backend, commit):
+    """Where the cache of the Hub keeps a commit of the backend's repository."""
+    name = hub.REPOSITORIES[backend].name.replace("/", "--")
+    return tmp_path / "hub" / f"kernels--{name}" / "snapshots" / commit
 
 
 def test_auto_takes_what_is_on_disk_and_asks_no_network(local_kernels, online, monkeypatch):
@@ -226,13 +231,13 @@ def test_auto_passes_over_a_wrong_kernel(local_kernels, monkeypatch):
 def test_the_cache_of_the_hub(local_kernels, online, monkeypatch, tmp_path, kept):
     """`kernels` downloads the commit of a version, which leaves no branch in the cache."""
     repository = hub.REPOSITORIES["fa2"]
-    folder = tmp_path / "hub" / f"kernels--{repository.name.replace('/', '--')}"
     version = repository.version + (kept == "another version")
-    snapshot = lay_out(folder / "snapshots" / ("a" * 40), "fa2", version=version)
+    snapshot = lay_out(cached(tmp_path, "fa2", "a" * 40), "fa2", version=version)
     if kept == "branch":
-        (folder / "refs").mkdir()
-        (folder / "refs" / f"v{repository.version}").write_text("a" * 40)
-        shutil.copytree(snapshot, folder / "snapshots" / ("b" * 40))
+        refs = snapshot.parents[1] / "refs"
+        refs.mkdir()
+        (refs / f"v{repository.version}").write_text("a" * 40)
+        shutil.copytree(snapshot, cached(tmp_path, "fa2", "b" * 40))
     elif kept == "cut off":
         (snapshot / "build" / "torch-universal" / "metadata.json").write_text("{")
     reason = fv.why_not("fa2", **HEADS)
@@ -245,16 +250,13 @@ def test_the_cache_of_the_hub(local_kernels, online, monkeypatch, tmp_path, kept
 
 @pytest.mark.parametrize("named", ["packed_attention", "patch_model"])
 def test_a_named_backend_is_downloaded(local_kernels, online, monkeypatch, tmp_path, named):
-    import kernels
-
     asked = []
 
     def install(name, *, revision, **_):
         asked.append((name, revision))
-        at = tmp_path / "hub" / f"kernels--{name.replace('/', '--')}" / "snapshots" / ("c" * 40)
-        return lay_out(at, "fa3")
+        return lay_out(cached(tmp_path, "fa3", "c" * 40), "fa3")
 
-    monkeypatch.setattr(kernels, "install_kernel", install)
+    monkeypatch.setattr(online, "install_kernel", install)
     assert fv.why_not("fa3", **HEADS) is not None
     assert asked == []
     if named == "patch_model":
@@ -277,14 +279,12 @@ def test_transformers_switch_turns_kernels_of_the_hub_off(local_kernels, monkeyp
 
 
 def test_a_download_that_fails_says_why_and_is_tried_again(local_kernels, online, monkeypatch):
-    import kernels
-
     errors = [OSError("no route"), FileNotFoundError("Cannot find a build variant\nmore")]
 
     def install(*_, **__):
         raise errors.pop(0)
 
-    monkeypatch.setattr(kernels, "install_kernel", install)
+    monkeypatch.setattr(online, "install_kernel", install)
     for expected in ("OSError: no route", "FileNotFoundError: Cannot find a build variant"):
         with pytest.raises(NotImplementedError, match=rf"cannot be downloaded \({expected}\)"):
             run("fa2")
@@ -293,7 +293,7 @@ def test_a_download_that_fails_says_why_and_is_tried_again(local_kernels, online
 
 def test_a_named_backend_that_is_here_asks_no_network(local_kernels, online, tmp_path):
     """Refused for another reason, such as a prefix, it would have asked the Hub."""
-    lay_out(tmp_path / "hub" / "kernels--kernels-community--flash-attn2" / "snapshots" / "e", "fa2")
+    lay_out(cached(tmp_path, "fa2", "e"), "fa2")
     with pytest.raises(NotImplementedError, match="fa2 has no prefixes"):
         run("fa2", prefix=[1, 0, 2])
 
@@ -302,14 +302,11 @@ def test_a_build_of_another_torch_is_downloaded_for_this_one(
     local_kernels, online, monkeypatch, tmp_path
 ):
     """The snapshot in the cache has the one build that the torch of then asked for."""
-    import kernels
-
-    folder = tmp_path / "hub" / "kernels--kernels-community--flash-attn2" / "snapshots" / "d"
-    builds = lay_out(folder, "fa2") / "build"
+    builds = lay_out(cached(tmp_path, "fa2", "d"), "fa2") / "build"
     (builds / "torch-universal").rename(builds / "torch20-cxx11-cu118-x86_64-linux")
     assert "does not load here (" in fv.why_not("fa2", **HEADS)
     here = lay_out(tmp_path / "elsewhere", "fa2") / "build" / "torch-universal"
-    monkeypatch.setattr(kernels, "install_kernel", lambda *_, **__: shutil.move(here, builds))
+    monkeypatch.setattr(online, "install_kernel", lambda *_, **__: shutil.move(here, builds))
     run("fa2")
 
 
