@@ -270,8 +270,8 @@ def test_a_compiled_step_in_a_cuda_graph_builds_its_own_mask():
             for _ in range(3):  # warm up, record, replay
                 torch.compiler.cudagraph_mark_step_begin()
                 out, grads = differentiate(ours, [q, k, v], grad)
-                found = out.clone(), [x.clone() for x in grads]
-        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+                out, grads = out.clone(), [x.clone() for x in grads]
+        torch.testing.assert_close((out, grads), expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.gpu
