@@ -5,14 +5,13 @@ Shape legend: T = tokens of the row, L = tokens of one document.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention, why_not
 from flexvarlen.attention.backends.registry import get_backend
 from tests.attention.accuracy import assert_same_bits
+from tests.attention.deterministic import torch_is_deterministic
 from tests.backends import FLASH, kernels, with_values
 from tests.oracle import differentiate, random_qkv
 
@@ -44,16 +43,6 @@ MASKS = {
     "wide_window": {"window": WIDE},
     "wide_two_sided_window": {"causal": False, "window": (WIDE, WIDE)},
 }
-
-
-@contextmanager
-def torch_is_deterministic(on):
-    """torch's own switch, which `varlen` needs; it also poisons fresh memory with NaN."""
-    torch.use_deterministic_algorithms(on)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def document_in(row, length, heads, head_dim, dtype, device, total=None):
@@ -179,19 +168,16 @@ def test_flex_is_deterministic_in_a_graph_if_torch_is(fixed):
     def ours(q, k, v):
         return packed_attention(q, k, v, layout, backend="flex", deterministic=True)
 
-    results, before = [], torch.are_deterministic_algorithms_enabled()
+    results = []
     for _ in range(2):
         torch._dynamo.reset()
-        torch.use_deterministic_algorithms(fixed)
-        try:
+        with torch_is_deterministic(fixed):
             compiled = torch.compile(ours, fullgraph=True)
             if not fixed:
                 with pytest.raises(Exception, match="use_deterministic_algorithms"):
                     compiled(*qkv)
                 return
             results.append(differentiate(compiled, qkv, grad))
-        finally:
-            torch.use_deterministic_algorithms(before)
     assert_same_bits(*results)
 
 

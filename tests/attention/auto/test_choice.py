@@ -26,6 +26,7 @@ from tests.attention.auto.stand_ins import (
     explain,
     tensors,
 )
+from tests.attention.deterministic import torch_is_deterministic
 
 # ---- what is taken ----
 
@@ -88,11 +89,8 @@ def test_torchs_deterministic_switch_is_asked_each_time(candidates):
     slow, fast = candidates(StandIn("slow", 2.0), StandIn("fast", 1.0, refuses=switch))
     attend()
     assert (slow.calls, fast.calls) == (0, 2)  # the check, and the call
-    torch.use_deterministic_algorithms(True)
-    try:
+    with torch_is_deterministic():
         attend()
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert (slow.calls, fast.calls) == (2, 2)
 
 

@@ -14,6 +14,7 @@ from flexvarlen import DocumentMask, PackedLayout, packed_attention, why_not
 from flexvarlen.attention.backends.registry import BACKENDS, get_backend
 from tests import oracle
 from tests.attention.accuracy import assert_right, assert_same_bits
+from tests.attention.deterministic import torch_is_deterministic
 from tests.backends import ALL, DEVICES, LACKS, differentiable, kernels, refuses
 from tests.oracle import Documents, assert_as_accurate, differentiate, random_qkv
 from tests.rows import layout_of, poison_spare_memory
@@ -215,12 +216,8 @@ def test_changing_one_document_changes_no_bit_of_another(kernel, mask, changed):
 
     if "window" in MASKS[mask] and "window" in LACKS.get(name, ()):
         return
-    if name in ("varlen", "nested"):  # deterministic only under torch's own switch
-        torch.use_deterministic_algorithms(True)
-    try:
+    with torch_is_deterministic(name in ("varlen", "nested")):  # which are only so under it
         before, after = run(*first), run(*mixed)
-    finally:
-        torch.use_deterministic_algorithms(False)
     others = torch.ones(TOKENS, dtype=torch.bool, device=device)
     others[start:end] = False
     if kernel[:2] == ("sdpa", "cuda") or name == "flex_fa4":  # no deterministic backward
@@ -245,13 +242,10 @@ def test_spare_slots_and_a_larger_bound_change_nothing(kernel, documents):
 @pytest.mark.parametrize("kernel", kernels("reference", "sdpa", gpu=False))
 def test_unwritten_memory_reaches_nothing_on_the_cpu(kernel):
     """torch fills what it allocates with NaN in this mode."""
-    torch.use_deterministic_algorithms(True)
-    try:
+    with torch_is_deterministic():
         assert torch.utils.deterministic.fill_uninitialized_memory
         check(kernel, DOCUMENTS["padding_inside"])
         check(kernel, DOCUMENTS["nothing_but_padding"])
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("kernel", kernels(*ALL, cpu=False))
