@@ -92,13 +92,12 @@ def test_any_tree(name, tree, window, chunk):
         check(tree, name, "cpu", torch.float32, 16, window=window, chunk=chunk)
 
 
-@pytest.mark.parametrize("kernel", kernels("reference", "flex", *FLASH))
+@pytest.mark.parametrize(
+    "kernel", serving(kernels("reference", "flex", *FLASH), return_lse=True, **SIZES)
+)
 def test_lse(kernel):
     name, device, dtype = kernel
     tree = EXAMPLES["levels"]
-    reason = why_not(name, device=device, dtype=dtype, return_lse=True, **SIZES)
-    if reason is not None:
-        pytest.skip(reason)
     q, k, v, _ = random_qkv(tree.total_tokens, 6, 2, 64, dtype=dtype, device=device)
     _, found = packed_attention(q, k, v, tree.layout(device=device), backend=name, return_lse=True)
     expected = torch.full((6, tree.total_tokens), float("-inf"), device=device)
