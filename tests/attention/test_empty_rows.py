@@ -9,7 +9,14 @@ import flexvarlen as fv
 from tests.backends import ALL, differentiable, kernels, serving
 
 CROSS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "cross": True, "needs_grad": False}
-EMPTY = {"no_keys": (5, 0), "no_queries": (0, 5), "nothing": (0, 0)}
+EMPTY = {
+    "no_keys": ([5], [0]),
+    "no_queries": ([0], [5]),
+    "nothing": ([0], [0]),
+    "empty_documents": ([0, 0], None),
+    "no_documents": ([], None),
+}
+"""The documents, and those of the keys."""
 
 
 @pytest.mark.parametrize("rows", EMPTY)
@@ -19,11 +26,11 @@ EMPTY = {"no_keys": (5, 0), "no_queries": (0, 5), "nothing": (0, 0)}
 )
 def test_a_row_of_no_tokens(kernel, rows):
     name, device, dtype = kernel
-    tokens, keys = EMPTY[rows]
     needs_grad = differentiable(kernel)
     layout, layout_k = (
-        fv.PackedLayout.from_lengths([n], total_tokens=n, device=device) for n in (tokens, keys)
+        None if x is None else fv.PackedLayout.from_lengths(x, device=device) for x in EMPTY[rows]
     )
+    tokens, keys = layout.total_tokens, (layout_k or layout).total_tokens
     q, k, v = (
         torch.randn(n, h, 64, device=device, dtype=dtype, requires_grad=needs_grad)
         for n, h in ((tokens, 4), (keys, 2), (keys, 2))
@@ -37,23 +44,18 @@ def test_a_row_of_no_tokens(kernel, rows):
         assert not any(g.any() for g in grads)
 
 
+def no_keys(q, k, **options):
+    layout, layout_k = (fv.PackedLayout.from_lengths([len(x)]) for x in (q, k))
+    return fv.packed_attention(q, k, k, layout, layout_k=layout_k, **options)
+
+
 def test_the_lse_of_no_keys():
-    layout, layout_k = (fv.PackedLayout.from_lengths([n], total_tokens=n) for n in (5, 0))
     q, k = torch.randn(5, 4, 16), torch.randn(0, 2, 16)
-    _, lse = fv.packed_attention(
-        q, k, k, layout, layout_k=layout_k, backend="reference", return_lse=True
-    )
+    _, lse = no_keys(q, k, backend="reference", return_lse=True)
     assert lse.isneginf().all()
 
 
 def test_a_compiled_row_of_no_keys():
-    layout, layout_k = (fv.PackedLayout.from_lengths([n], total_tokens=n) for n in (5, 0))
-    q, k = torch.randn(5, 4, 16), torch.randn(0, 2, 16)
     torch._dynamo.reset()
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def attend(q, k):
-        return fv.packed_attention(q, k, k, layout, layout_k=layout_k, backend="flex")
-
-    assert not attend(q, k).any()
-    torch._dynamo.reset()
+    attend = torch.compile(no_keys, fullgraph=True, backend="aot_eager")
+    assert not attend(torch.randn(5, 4, 16), torch.randn(0, 2, 16), backend="flex").any()

@@ -5,13 +5,13 @@ Shape legend: T = tokens of the row, L = tokens of one document.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention, why_not
 from flexvarlen.attention.backends.registry import get_backend
+from tests.attention.accuracy import assert_same_bits
+from tests.attention.deterministic import torch_is_deterministic
 from tests.backends import FLASH, kernels, with_values
 from tests.oracle import differentiate, random_qkv
 
@@ -43,16 +43,6 @@ MASKS = {
     "wide_window": {"window": WIDE},
     "wide_two_sided_window": {"causal": False, "window": (WIDE, WIDE)},
 }
-
-
-@contextmanager
-def torch_is_deterministic(on):
-    """torch's own switch, which `varlen` needs; it also poisons fresh memory with NaN."""
-    torch.use_deterministic_algorithms(on)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def document_in(row, length, heads, head_dim, dtype, device, total=None):
@@ -88,25 +78,27 @@ def run(name, made, layout, grads=True, **options):
     return [out, *gradients]
 
 
+def check_rows(name, rows, length, *shape, runs=1, totals=None, **options):
+    """Output and gradients of a document of so many tokens in each of the rows, by their names."""
+    expected = None
+    for which, row in rows.items():
+        total = None if totals is None else totals[which]
+        made, layout, tokens = document_in(row, length, *shape, total)
+        for _ in range(runs):
+            found = [x[tokens] for x in run(name, made, layout, **options)]
+            expected = found if expected is None else expected
+            for what, x, y in zip(("out", "dq", "dk", "dv"), found, expected, strict=False):
+                assert torch.equal(x, y), f"{what} of {length} tokens, {which}"
+
+
 @pytest.mark.pairwise(
     kernel=kernels(*FLASH, cpu=False), mask=MASKS, sizes=[((32, 8), 128), ((6, 6), 64)]
 )
 def test_document_has_the_same_bits_in_any_batch(kernel, mask, sizes):
-    (name, device, dtype), (heads, head_dim) = kernel, sizes
-    options = {"batch_invariant": True, **MASKS[mask]}
+    (name, device, dtype), options = kernel, {"batch_invariant": True, **MASKS[mask]}
     with torch_is_deterministic(name == "varlen"):
         for length in (1, 77, 320, 1000):
-            expected = None
-            for which, row in ROWS.items():
-                made, layout, tokens = document_in(row, length, heads, head_dim, dtype, device)
-                results = [x[tokens] for x in run(name, made, layout, **options)]
-                again = [x[tokens] for x in run(name, made, layout, **options)]
-                expected = results if expected is None else expected
-                for what, x, y, z in zip(
-                    ("out", "dq", "dk", "dv"), results, expected, again, strict=True
-                ):
-                    assert torch.equal(x, y), f"{what} of {length} tokens, {which}"
-                    assert torch.equal(x, z), f"{what} of {length} tokens, run to run, {which}"
+            check_rows(name, ROWS, length, *sizes, dtype, device, runs=2, **options)
 
 
 # On the CPU one size, and of flex, which compiles for each length there, two masks.
@@ -127,37 +119,28 @@ def test_document_has_the_same_outputs_in_any_batch(kernel, mask, head_dim):
     """What promises no gradients on every device: `sdpa` has them on the CPU."""
     name, device, dtype = kernel
     options = {"batch_invariant": True, **MASKS[mask]}
-    heads = (4, 2) if device == "cpu" else (32, 8)
+    rows, lengths, heads = ROWS, (1, 77, 320, 1000, 1633), (32, 8)
+    if device == "cpu":
+        rows, lengths, heads = {x: ROWS[x] for x in CPU_TOKENS}, (1, 77, 150), (4, 2)
+        options |= {"totals": CPU_TOKENS}
     grads = (name, device) == ("sdpa", "cpu")
-    for length in (1, 77, 150) if device == "cpu" else (1, 77, 320, 1000, 1633):
-        expected = None
-        for which, row in ROWS.items():
-            if device == "cpu" and which not in CPU_TOKENS:
-                continue
-            total = CPU_TOKENS[which] if device == "cpu" else None
-            made, layout, tokens = document_in(row, length, heads, head_dim, dtype, device, total)
-            results = [x[tokens] for x in run(name, made, layout, grads=grads, **options)]
-            expected = results if expected is None else expected
-            for x, y in zip(results, expected, strict=True):
-                assert torch.equal(x, y), f"{length} tokens, {which}"
+    for length in lengths:
+        shape = (heads, head_dim, dtype, device)
+        check_rows(name, rows, length, *shape, grads=grads, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (4, 2)], ids=str)
-@pytest.mark.parametrize("mask", ["causal", "window"])
+@pytest.mark.pairwise(
+    dtype=[torch.float32, torch.float64, torch.bfloat16],
+    heads=[(1, 1), (3, 1), (4, 2)],
+    mask=["causal", "window"],
+)
 def test_a_document_behind_any_number_of_tokens_of_an_odd_head_dim(mask, heads, dtype):
     """Without a copy, its bits would depend on its offset modulo a vector's width."""
     options = {"batch_invariant": True, **MASKS[mask]}
+    rows = {f"behind {n} tokens": ((n,), 1, None) for n in (0, 1, 2, 3, 5, 8)}
     for head_dim in (1, 33, 65):
         for length in (13, 60):
-            expected = None
-            for before in (0, 1, 2, 3, 5, 8):
-                row = ((before,), 1, None)
-                made, layout, tokens = document_in(row, length, heads, head_dim, dtype, "cpu")
-                results = [x[tokens] for x in run("sdpa", made, layout, **options)]
-                expected = results if expected is None else expected
-                for x, y in zip(results, expected, strict=True):
-                    assert torch.equal(x, y), (head_dim, length, before)
+            check_rows("sdpa", rows, length, heads, head_dim, dtype, "cpu", **options)
 
 
 @pytest.mark.gpu
@@ -172,8 +155,7 @@ def test_flex_is_deterministic_whatever_rows_were_between(head_dim):
     first, *_, again = (
         run("flex", *row, deterministic=True) for row in (rows[0], *rows[1:], rows[0])
     )
-    for x, y in zip(first, again, strict=True):
-        assert torch.equal(x, y)
+    assert_same_bits(first, again)
 
 
 @pytest.mark.gpu
@@ -186,22 +168,17 @@ def test_flex_is_deterministic_in_a_graph_if_torch_is(fixed):
     def ours(q, k, v):
         return packed_attention(q, k, v, layout, backend="flex", deterministic=True)
 
-    results, before = [], torch.are_deterministic_algorithms_enabled()
+    results = []
     for _ in range(2):
         torch._dynamo.reset()
-        torch.use_deterministic_algorithms(fixed)
-        try:
+        with torch_is_deterministic(fixed):
             compiled = torch.compile(ours, fullgraph=True)
             if not fixed:
                 with pytest.raises(Exception, match="use_deterministic_algorithms"):
                     compiled(*qkv)
                 return
             results.append(differentiate(compiled, qkv, grad))
-        finally:
-            torch.use_deterministic_algorithms(before)
-    first, second = results
-    for x, y in zip([first[0], *first[1]], [second[0], *second[1]], strict=True):
-        assert torch.equal(x, y)
+    assert_same_bits(*results)
 
 
 @pytest.mark.slow

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 
-import pytest
 import torch
-from torch._dynamo.utils import counters
 
 import flexvarlen as fv
-from flexvarlen import env as switches
-from flexvarlen.attention import choose
-from flexvarlen.attention import explain as explain_module
-from flexvarlen.attention.auto import cache_file, table
-from flexvarlen.attention.auto import decide as auto
+from flexvarlen.attention.auto import cache_file
 from flexvarlen.attention.auto.table import Case
-from flexvarlen.attention.backends import registry as backends
 from flexvarlen.attention.backends.sdpa import SdpaBackend
-from flexvarlen.attention.call import AttentionCall
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 BY_SLOW, BY_FAST = 1.002, 1.003
@@ -26,6 +17,18 @@ BY_SLOW, BY_FAST = 1.002, 1.003
 
 TOKENS, CAPACITY, BOUND = 64, 8, 64
 SOURCE = {"gpu": "a GPU", "capability": [0, 0], "torch": "2.0", "commit": "abc1234"}
+
+
+class Clock:
+    """Instead of the module `time`: only the stand-ins take time, `seconds` each call."""
+
+    seconds = 0.0
+
+    def perf_counter(self):
+        return self.seconds
+
+
+CLOCK = Clock()
 
 
 class StandIn(SdpaBackend):
@@ -62,7 +65,7 @@ class StandIn(SdpaBackend):
         out, lse = super().attend(*args)
         if not torch.compiler.is_compiling():
             self.calls += 1
-            time.sleep(self.seconds)
+            CLOCK.seconds += self.seconds
             if self.fails is not None:
                 raise self.fails
         return (out if self.change is None else self.change(out)) * self.factor, lse
@@ -71,39 +74,6 @@ class StandIn(SdpaBackend):
 def a_case(ms, **fields):
     known = {"source": SOURCE, "depth": 1, "causal": True, **HEADS, "ms": ms}
     return Case(**known | {"tokens": TOKENS, "capacity": CAPACITY, "longest": BOUND} | fields)
-
-
-def set_up(patch, folder, *stand_ins):
-    """Let "auto" choose among the stand-ins on the CPU, by their times."""
-    registry = {**backends._REGISTRY, **{backend.name: backend for backend in stand_ins}}
-    patch.setattr(backends, "_REGISTRY", registry)
-    for module in (auto, explain_module):
-        patch.setattr(module, "BACKENDS", tuple(registry))
-    patch.setitem(auto.CANDIDATES, "cpu", tuple(backend.name for backend in stand_ins))
-    case = a_case({backend.name: backend.ms for backend in stand_ins})
-    patch.setattr(table, "shipped_cases", lambda: (case,))
-    patch.setattr(table, "HOST_BOUND", 0)
-    patch.setenv(switches.CACHE, str(folder))
-    choose.clear_cache()
-
-
-@pytest.fixture
-def candidates(monkeypatch, tmp_path):
-    """A function that makes its arguments the candidates, and gives them back."""
-
-    def make(*stand_ins):
-        set_up(monkeypatch, tmp_path / "cache", *stand_ins)
-        return stand_ins
-
-    yield make
-    monkeypatch.undo()
-    choose.clear_cache()
-
-
-@pytest.fixture
-def two(candidates):
-    """The slow one first in every order but that of times; each has its own factor."""
-    return candidates(StandIn("slow", 2.0, BY_SLOW), StandIn("fast", 1.0, BY_FAST))
 
 
 def a_layout(*lengths, tokens=TOKENS, capacity=CAPACITY, bound=BOUND):
@@ -129,19 +99,19 @@ def explain(layout=None, **options):
     return fv.explain(layout, dtype=torch.float32, **HEADS, **options)
 
 
-def taken(mask, needs_grad=False):
-    """What "auto" takes for calls in fp32."""
-    call = AttentionCall(mask.layout.device, torch.float32, *HEADS.values(), mask.spec)
-    return choose.choose("auto", call._replace(needs_grad=needs_grad), mask)
-
-
 def entries():
     return json.loads(cache_file.cache_path().read_text())["entries"]
 
 
-@pytest.fixture
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+def run_inside_a_backward(function):
+    class Runs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            function()
+            return grad
+
+    Runs.apply(torch.ones(1, requires_grad=True)).sum().backward()

@@ -1,8 +1,5 @@
 """`backend="auto"` takes no kernel whose results are not what the reference computes."""
 
-# ruff: noqa: F811
-# (fixtures are arguments by the names that they are imported by)
-
 from __future__ import annotations
 
 import warnings
@@ -19,14 +16,13 @@ from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.document_mask import DocumentMask
 from tests.attention.auto.first_step import later_s
-from tests.attention.auto.stand_ins import (  # noqa: F401
+from tests.attention.auto.stand_ins import (
     StandIn,
-    _fresh_dynamo,
     a_layout,
     attend,
-    candidates,
     entries,
     explain,
+    run_inside_a_backward,
 )
 
 
@@ -145,18 +141,7 @@ def test_compiled_kernels_are_checked_on_the_documents_of_the_call(candidates, m
 def test_nothing_is_checked_inside_a_backward(candidates):
     """There it would wait for the thread that it runs in, on a GPU."""
     (right,) = candidates(StandIn("right", 1.0))
-
-    class Attends(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            attend()
-            return grad
-
-    Attends.apply(torch.ones(1, requires_grad=True)).sum().backward()
+    run_inside_a_backward(attend)
     assert right.calls == 1
     attend()
     assert right.calls == 3

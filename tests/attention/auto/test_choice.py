@@ -1,15 +1,11 @@
 """`backend="auto"`: what it takes and says, and what it leaves alone."""
 
-# ruff: noqa: F811
-# (fixtures are arguments by the names that they are imported by)
-
 from __future__ import annotations
-
-import contextlib
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -21,19 +17,16 @@ from flexvarlen.attention.auto import keys, table
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.mask.document_mask import DocumentMask
-from tests.attention.auto.stand_ins import (  # noqa: F401
+from tests.attention.auto.stand_ins import (
     BY_FAST,
     BY_SLOW,
     StandIn,
-    _fresh_dynamo,
     a_layout,
     attend,
-    candidates,
     explain,
-    taken,
     tensors,
-    two,
 )
+from tests.attention.deterministic import torch_is_deterministic
 
 # ---- what is taken ----
 
@@ -93,14 +86,12 @@ def test_torchs_deterministic_switch_is_asked_each_time(candidates):
         on = torch.are_deterministic_algorithms_enabled()
         return "not deterministic; use another." if on else None
 
-    candidates(StandIn("slow", 2.0), StandIn("fast", 1.0, refuses=switch))
-    mask = DocumentMask.of(a_layout())
-    assert taken(mask) == "fast"
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert taken(mask) == "slow"
-    finally:
-        torch.use_deterministic_algorithms(False)
+    slow, fast = candidates(StandIn("slow", 2.0), StandIn("fast", 1.0, refuses=switch))
+    attend()
+    assert (slow.calls, fast.calls) == (0, 2)  # the check, and the call
+    with torch_is_deterministic():
+        attend()
+    assert (slow.calls, fast.calls) == (2, 2)
 
 
 def test_the_host_decides_in_small_eager_rows_alone(candidates, monkeypatch):
@@ -205,23 +196,12 @@ def test_a_symbolic_size_with_one_value(two, monkeypatch):
     torch.testing.assert_close(call(qkv, layout), expected)
 
 
-@pytest.mark.usefixtures("_fresh_dynamo")
-def test_the_choice_is_a_constant_of_the_graph(two):
-    def step(x, layout):
-        name = taken(DocumentMask.of(layout))
-        return x * {"fast": 3.0}.get(name, 0.0)
-
-    out = torch.compile(step, fullgraph=True, backend="eager")(torch.ones(2), a_layout())
-    assert out.tolist() == [3.0, 3.0]
-
-
 # ---- what the check of the first call must not disturb ----
 
 
 def test_random_state_is_kept(two):
-    q, k, v = tensors()
-    before = torch.get_rng_state()
-    fv.packed_attention(q, k, v, a_layout(), backend="auto")
+    qkv, before = tensors(), torch.get_rng_state()
+    call_auto(qkv, a_layout())
     assert two[1].calls == 2  # the check, and the call
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -240,21 +220,18 @@ class Seen(TorchDispatchMode):
 def test_the_check_is_not_seen_by_its_caller(two, way):
     qkv, layout, seen = tensors(requires_grad=way == "hooks"), a_layout(), Seen()
     packed = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x)
     context = {
         "modes": seen,
-        "hooks": hooks,
+        "hooks": saved_tensors_hooks(lambda x: packed.append(x) or x, lambda x: x),
         "autocast": torch.autocast("cpu", torch.bfloat16),
         "grad mode": torch.no_grad(),
         "inference mode": torch.inference_mode(),
     }[way]
 
     def counts():
-        with context if way not in ("modes", "hooks") else contextlib.ExitStack() as stack:
-            if way in ("modes", "hooks"):
-                stack.enter_context(context)
+        with context:
             grad = torch.is_grad_enabled()
-            out = fv.packed_attention(*qkv, layout, backend="auto")
+            out = call_auto(qkv, layout)
             assert torch.is_grad_enabled() == grad
             assert out.dtype == torch.float32
         return seen.count, len(packed)
@@ -268,15 +245,10 @@ def test_the_check_is_not_seen_by_its_caller(two, way):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_at_the_first_call(two, reentrant):
     layout, qkv = a_layout(), tensors(requires_grad=True)
-
-    def layer(*qkv):
-        return fv.packed_attention(*qkv, layout, backend="auto")
-
-    checkpoint(layer, *qkv, use_reentrant=reentrant).sum().backward()
+    checkpoint(lambda *x: call_auto(x, layout), *qkv, use_reentrant=reentrant).sum().backward()
     mine = [x.grad.clone() for x in qkv]
     out = BY_FAST * fv.packed_attention(*qkv, layout, backend="sdpa")
-    for a, b in zip(mine, torch.autograd.grad(out.sum(), qkv), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(mine, torch.autograd.grad(out.sum(), qkv))
 
 
 # ---- environment variables ----
@@ -297,8 +269,9 @@ FLAGS = [switches.DETERMINISTIC, switches.BATCH_INVARIANT]
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")
-@pytest.mark.parametrize("name", FLAGS)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "compiled"), [*((name, False) for name in FLAGS), (switches.DETERMINISTIC, True)]
+)
 def test_guarantee_of_the_environment(candidates, environment, name, compiled):
     field = name.removeprefix("FLEXVARLEN_").lower()
     asked = []

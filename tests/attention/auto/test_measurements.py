@@ -1,14 +1,12 @@
 """What `explain(measure=True)` measures comes before the table, and is kept in a file."""
 
-# ruff: noqa: F811
-# (fixtures are arguments by the names that they are imported by)
-
 from __future__ import annotations
 
 import json
-import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -17,22 +15,24 @@ import flexvarlen as fv
 from flexvarlen import env as switches
 from flexvarlen.attention import choose
 from flexvarlen.attention.auto import cache_file, keys, measure
-from tests.attention.auto.stand_ins import (  # noqa: F401
+from flexvarlen.measure import timing
+from tests.attention.auto.stand_ins import (
+    CLOCK,
     StandIn,
     a_layout,
     attend,
-    candidates,
     entries,
     explain,
+    run_inside_a_backward,
 )
-from tests.ranks import forking_context
 
-SLOW_S = 0.02
+SLOW_S = 1 / 64  # a sum of these is exact
 
 
 @pytest.fixture
 def surprising(candidates, monkeypatch):
     """The one that is slow in the table is fast here."""
+    monkeypatch.setattr(timing, "time", CLOCK)
     monkeypatch.setattr(measure, "BUDGET_S", 0.1)
     return candidates(StandIn("recorded", 1.0, seconds=SLOW_S), StandIn("here", 2.0))
 
@@ -90,19 +90,8 @@ def test_failing_kernels_are_reported_and_not_timed(candidates):
 
 
 def test_nothing_is_timed_inside_a_backward(surprising):
-    class Measures(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            explain(measure=True)
-            return grad
-
-    out = Measures.apply(torch.ones(1, requires_grad=True)).sum()
     with pytest.raises(RuntimeError, match="the call is inside a backward"):
-        out.backward()
+        run_inside_a_backward(lambda: explain(measure=True))
 
 
 # ---- the file ----
@@ -158,26 +147,17 @@ def test_unwritable_folder(surprising, tmp_path, monkeypatch):
         attend()
 
 
-def write_many(path, name, done):
-    (path.parent / f"{name} is ready").touch()
-    while len(list(path.parent.glob("* is ready"))) < 2:
-        time.sleep(0.001)
-    for i in range(50):
-        cache_file.write_entries(path, {f"{name}{i}": {}})
-    done.put(None)
+def test_concurrent_writers_lose_no_entries(tmp_path):
+    """Locks are of open files: threads wait for each other as processes do."""
+    path, together = tmp_path / "auto.json", Barrier(2)
 
+    def write_many(name):
+        together.wait()
+        for i in range(50):
+            cache_file.write_entries(path, {f"{name}{i}": {}})
 
-def test_concurrent_writers_lose_entries(tmp_path):
-    path = tmp_path / "auto.json"
-    context = forking_context(write_many.__module__)  # which takes seconds to import
-    done = context.Queue()
-    writers = [context.Process(target=write_many, args=(path, name, done)) for name in "ab"]
-    for writer in writers:
-        writer.start()
-    for _ in writers:
-        done.get()
-    for writer in writers:
-        writer.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write_many, "ab"))
     assert len(cache_file.read_entries(path)) == 100
     assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
 

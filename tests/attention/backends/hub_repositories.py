@@ -101,10 +101,10 @@ def tensors(layout, *, sinks=False, dtype=torch.float32, device="cpu", head_dim=
     return [x.requires_grad_() for x in made]
 
 
-def results(backend, layout, leaves, **options):
+def results(backend, layout, leaves, attend=fv.packed_attention, **options):
     """The output and the gradients of a loss that weighs each output."""
     q, k, v, *sinks = leaves
     options |= {"sinks": sinks[0]} if sinks else {}
-    out = fv.packed_attention(q, k, v, layout, backend=backend, **options)
+    out = attend(q, k, v, layout, backend=backend, **options)
     weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view_as(out)
     return [out, *torch.autograd.grad((out * weights).sum(), leaves)]

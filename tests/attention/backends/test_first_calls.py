@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -10,11 +12,8 @@ import flexvarlen as fv
 from flexvarlen.attention import choose
 from flexvarlen.attention.auto import decide
 from flexvarlen.attention.backends import registry
-from tests.attention.backends.hub_repositories import (
-    local_kernels,  # noqa: F401
-    results,
-    tensors,
-)
+from tests.attention.backends.hub_repositories import results, tensors
+from tests.planted import plant
 
 
 @pytest.fixture
@@ -44,15 +43,15 @@ def reentrant(backend):
     return [out.detach(), *(x.grad for x in leaves)]
 
 
-def test_a_pass_on_disk_counts_in_a_backward(local_kernels):  # noqa: F811
+def test_a_pass_on_disk_counts_in_a_backward(local_kernels):
     local_kernels("fa2")
     results("fa2", *row())
     choose.clear_cache()  # another process
-    for found, expected in zip(reentrant("fa2"), reentrant("reference"), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    found, expected = reentrant("fa2"), reentrant("reference")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_no_choice_is_kept_while_a_kernel_waits_for_its_check(local_kernels, monkeypatch):  # noqa: F811
+def test_no_choice_is_kept_while_a_kernel_waits_for_its_check(local_kernels, monkeypatch):
     """`auto` took the next one for all of the process."""
     monkeypatch.setitem(registry.AUTO_ORDER, "cpu", ("fa3", "sdpa"))
     local_kernels("fa3")
@@ -72,6 +71,20 @@ def test_a_check_that_could_not_be_made_is_made_later(untried, monkeypatch):
     layout, leaves = row()
     fv.packed_attention(*leaves, layout, backend="sdpa").sum().backward()
     assert compared == [False, True]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_named_backend_is_checked_where_nobody_tried_it(untried, monkeypatch, right):
+    """A wrong kernel of such a machine would have trained; float64 has no tolerance of its own."""
+    factor = 1 if right else 1.5
+    plant(monkeypatch, lambda attend, *args: (attend(*args)[0] * factor, None))
+    wrong = pytest.raises(NotImplementedError, match=r"sdpa fails the check .*its output")
+    layout, leaves = row()
+    for dtype in (torch.float32, torch.float64):
+        with nullcontext() if right else wrong:
+            results("sdpa", layout, [x.to(dtype) for x in leaves])
+    assert len(decide._right if right else decide._failed) == 2
+    results("reference", layout, leaves)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("flex", marks=pytest.mark.slow), "sdpa"])
@@ -101,11 +114,3 @@ def test_a_machine_without_float64(untried, monkeypatch):
     for backend in ("sdpa", "auto"):
         fv.packed_attention(*leaves, layout, backend=backend)
     assert {key.partition(";")[0] for key in decide._right}
-
-
-def test_transformers_switch_turns_kernels_of_the_hub_off(local_kernels, monkeypatch):  # noqa: F811
-    local_kernels("fa3")
-    monkeypatch.setenv("USE_HUB_KERNELS", "0")
-    layout, leaves = row()
-    with pytest.raises(NotImplementedError, match="USE_HUB_KERNELS turns kernels of the Hub off"):
-        fv.packed_attention(*leaves, layout, backend="fa3")

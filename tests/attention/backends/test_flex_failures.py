@@ -10,7 +10,9 @@ import torch
 import flexvarlen as fv
 from flexvarlen.attention.backends.compiled_flex import _inductor_keeping_buffers
 from flexvarlen.measure import watch_compilation
+from tests.attention.accuracy import assert_same_bits
 from tests.backends import gpu_param
+from tests.oracle import differentiate, random_qkv
 
 
 def saves_a_buffer(x):
@@ -71,22 +73,15 @@ def test_two_backwards_of_packed_forwards(name, options):
     seen = []
     for lengths in LAYOUTS:
         layout = fv.PackedLayout.from_lengths(lengths, device="cuda")
-        generator = torch.Generator("cuda").manual_seed(sum(lengths))
-        leaves = [
-            torch.randn(
-                sum(lengths), heads, 64, device="cuda", dtype=torch.bfloat16, generator=generator
-            ).requires_grad_()
-            for heads in (4, 2, 2)
-        ]
+        of = {"device": "cuda", "dtype": torch.bfloat16, "seed": sum(lengths)}
+        leaves = [x.requires_grad_() for x in random_qkv(sum(lengths), 4, 2, 64, **of)[:3]]
         out = fv.packed_attention(*leaves, layout, backend=name, **options)
         first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
         second = torch.autograd.grad(out.sum(), leaves)
-        for a, b in zip(first, second, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(first, second, rtol=1e-2, atol=1e-2)
         seen.append([out.detach(), *first])
     if options.get("deterministic"):  # the order of sums is fixed for every compilation
-        for a, b in zip(seen[0], seen[-1], strict=True):
-            assert torch.equal(a, b)
+        assert_same_bits(seen[0], seen[-1])
 
 
 @pytest.mark.gpu
@@ -95,17 +90,10 @@ def test_two_backwards_of_packed_forwards(name, options):
 def test_wide_heads_in_float32(head_dim, needs_grad):
     """Tiles that do not fit into shared memory: No valid triton configs."""
     layout = fv.PackedLayout.from_lengths([100, 1, 155], device="cuda")
-    leaves = [
-        torch.randn(256, heads, head_dim, device="cuda", requires_grad=needs_grad)
-        for heads in (4, 2, 2)
-    ]
-    out = fv.packed_attention(*leaves, layout, backend="flex")
-    expected = fv.packed_attention(*leaves, layout, backend="reference")
-    torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-2)
-    if needs_grad:
-        for a, b in zip(
-            torch.autograd.grad(out.sum(), leaves),
-            torch.autograd.grad(expected.sum(), leaves),
-            strict=True,
-        ):
-            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    *qkv, _ = random_qkv(256, 4, 2, head_dim, device="cuda")
+
+    def run(name):
+        attend = partial(fv.packed_attention, layout=layout, backend=name)
+        return differentiate(attend, qkv, torch.ones_like(qkv[0])) if needs_grad else attend(*qkv)
+
+    torch.testing.assert_close(run("flex"), run("reference"), rtol=1e-2, atol=1e-2)

@@ -7,7 +7,6 @@ import shutil
 import socket
 import sys
 import warnings
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,7 @@ from flexvarlen.attention import choose
 from flexvarlen.attention.backends import registry
 from flexvarlen.attention.backends.cu_seqlens import hub
 from flexvarlen.attention.backends.registry import our_name
-from tests.attention.backends.hub_repositories import (
-    BACKENDS,
-    lay_out,
-    local_kernels,  # noqa: F401
-    results,
-    tensors,
-)
+from tests.attention.backends.hub_repositories import BACKENDS, lay_out, results, tensors
 from tests.tiny_models import new_model
 
 LENGTHS = [5, 1, 9]
@@ -45,9 +38,15 @@ def layout_of(*lengths):
     return fv.PackedLayout.from_lengths(lengths, total_tokens=max(18, sum(lengths)))
 
 
+def run(backend, **options):
+    """Its results for one row."""
+    layout = layout_of()
+    return results(backend, layout, tensors(layout), **options)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_kernel_of_the_hub_computes_what_the_reference_does(local_kernels, name, kind):  # noqa: F811
+def test_a_kernel_of_the_hub_computes_what_the_reference_does(local_kernels, name, kind):
     """Sinks too: vllm-flash-attn3 takes them and gives them no gradient, so they are ours."""
     local_kernels(name)
     layout = layout_of()
@@ -59,24 +58,25 @@ def test_a_kernel_of_the_hub_computes_what_the_reference_does(local_kernels, nam
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_compiled_it_is_an_operator(local_kernels, name):  # noqa: F811
+@pytest.mark.sampled(1)
+def test_compiled_it_is_an_operator(local_kernels, name):
     """The first call of a process: the kernel is loaded and checked while the graph is traced."""
     local_kernels(name)
     torch._dynamo.reset()
-    layout, other = layout_of(), layout_of(7, 8)
-    run = torch.compile(partial(fv.packed_attention, backend=name), backend="aot_eager")
-    for documents in (layout, other):
-        q, k, v = tensors(documents)
-        out = run(q, k, v, documents)
-        expected = results("reference", documents, [q, k, v])
-        weights = torch.linspace(-1, 1, out.numel()).view_as(out)
-        found = [out, *torch.autograd.grad((out * weights).sum(), (q, k, v))]
+    compiled = torch.compile(fv.packed_attention, backend="aot_eager")
+    for lengths in (LENGTHS, [7, 8]):
+        layout = layout_of(*lengths)
+        leaves = tensors(layout)
+        found, expected = (
+            results(backend, layout, leaves, attend=attend)
+            for backend, attend in ((name, compiled), ("reference", fv.packed_attention))
+        )
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_a_model_trains_on_it_as_on_the_reference(local_kernels, kind):  # noqa: F811
+def test_a_model_trains_on_it_as_on_the_reference(local_kernels, kind):
     """gpt-oss would silently not have trained its sinks on vllm-flash-attn3's own."""
     local_kernels("fa3")
     model = new_model(kind).train()
@@ -95,36 +95,28 @@ def test_a_model_trains_on_it_as_on_the_reference(local_kernels, kind):  # noqa:
 
 WRONG_DK = ("x[at] = part.to(x.dtype)", "x[at] = part.to(x.dtype) * (1.5 if part is dk else 1)")
 NO_SOFTCAP = ("if softcap:", "if False:")
-OF_THE_OFFSET = ("x.detach().to(q.dtype), y", "x.detach().to(q.dtype) * (1 + 1e-5 * rows.start), y")
+OF_THE_OFFSET = ("= x.to(q.dtype)", "= x.to(q.dtype) * (1 + 1e-5 * rows.start)")
 RANDOM = ("x[at] = part.to(x.dtype)", "x[at] = part.to(x.dtype) + 1e-5 * torch.rand(())")
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "reason", "right"),
+    ("name", "change", "options", "reason", "trains"),
     [
-        (WRONG_DK, {}, "wrong results: its dk is off by 0.5", {"needs_grad": False}),
-        (NO_SOFTCAP, {"softcap": 0.5}, "wrong results: its output is off", {}),
-        (RANDOM, {"deterministic": True}, "not deterministic: two runs differ", {}),
+        ("fa2", WRONG_DK, {}, "wrong results: its dk is off by 0.5", False),
+        ("fa3", NO_SOFTCAP, {"softcap": 0.5}, "wrong results: its output is off", True),
+        ("fa4", RANDOM, {"deterministic": True}, "not deterministic: two runs differ", True),
     ],
-    ids=["wrong dk", "no softcap", "random"],
 )
-@pytest.mark.parametrize("name", BACKENDS)
 def test_a_named_kernel_that_is_wrong_serves_nothing_else(
-    local_kernels,  # noqa: F811
-    name,
-    change,
-    options,
-    reason,
-    right,
+    local_kernels, name, change, options, reason, trains
 ):
     """It was loaded, was named, and would have trained on wrong gradients without a word."""
     local_kernels(name, change)
-    layout = layout_of()
-    leaves = tensors(layout)
     for _ in range(2):
         with pytest.raises(NotImplementedError, match=f"fails the check .*{reason}.*'flex'"):
-            results(name, layout, leaves, **options)
-    q, k, v = (x.detach().requires_grad_(right.get("needs_grad", True)) for x in leaves)
+            run(name, **options)
+    layout = layout_of()
+    q, k, v = (x.requires_grad_(trains) for x in tensors(layout))
     found = fv.packed_attention(q, k, v, layout, backend=name)
     expected = fv.packed_attention(q, k, v, layout, backend="reference")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -132,16 +124,11 @@ def test_a_named_kernel_that_is_wrong_serves_nothing_else(
 
 @pytest.mark.parametrize("same_id", [False, True])
 def test_what_was_found_right_is_kept_for_this_build_alone(
-    local_kernels,  # noqa: F811
-    monkeypatch,
-    tmp_path,
-    same_id,
+    local_kernels, monkeypatch, tmp_path, same_id
 ):
     """The second build of a repository has another id, or newer files, and is checked anew."""
     local_kernels("fa2")
-    layout = layout_of()
-    leaves = tensors(layout)
-    results("fa2", layout, leaves)
+    run("fa2")
     first = hub._loaded.pop("fa2").module.__name__
     for name in [x for x in sys.modules if x.startswith(first)]:  # as in another process
         monkeypatch.delitem(sys.modules, name)
@@ -153,12 +140,12 @@ def test_what_was_found_right_is_kept_for_this_build_alone(
         shutil.copy(tmp_path / "fa2-repository" / metadata, folder / metadata)
     monkeypatch.setenv("LOCAL_KERNELS", f"{hub.REPOSITORIES['fa2'].name}={folder}")
     with pytest.raises(NotImplementedError, match="its dk is off"):
-        results("fa2", layout, leaves)
+        run("fa2")
 
 
 @pytest.mark.parametrize("change", [None, OF_THE_OFFSET])
 @pytest.mark.parametrize("cross", [False, True])
-def test_batch_invariance_is_checked(local_kernels, change, cross):  # noqa: F811
+def test_batch_invariance_is_checked(local_kernels, change, cross):
     """Results that depend on the offset are within the tolerance, and other bits."""
     local_kernels("fa3", *[change] * (change is not None))
     layout = layout_of()
@@ -183,7 +170,7 @@ def test_batch_invariance_is_checked(local_kernels, change, cross):  # noqa: F81
         ("fa4", ("_size_left=None", "=None"), {"window": 3}, "no parameter window_size_left"),
     ],
 )
-def test_why_not_asks_the_module(local_kernels, name, change, call, lacking):  # noqa: F811
+def test_why_not_asks_the_module(local_kernels, name, change, call, lacking):
     local_kernels(name, change, *[('impl("bwd"', 'impl("another"')] * ("bwd" in change[0]))
     kind = {**HEADS, **call}
     assert lacking in fv.why_not(name, **kind)
@@ -193,7 +180,7 @@ def test_why_not_asks_the_module(local_kernels, name, change, call, lacking):  #
 
 @pytest.fixture
 def online(monkeypatch):
-    """HF_HUB_OFFLINE is not set, and any connection or download fails the test."""
+    """HF_HUB_OFFLINE is not set, any connection or download fails the test; gives `kernels`."""
     from huggingface_hub import constants
 
     def connect(*_, **__):
@@ -204,32 +191,36 @@ def online(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket.socket, "connect", connect)
     monkeypatch.setattr(socket, "getaddrinfo", connect)
+    return kernels
 
 
-def test_auto_takes_what_is_on_disk_and_asks_no_network(local_kernels, online, monkeypatch):  # noqa: F811
+def cached(tmp_path, backend, commit):
+    """Where the cache of the Hub keeps a commit of the backend's repository."""
+    name = hub.REPOSITORIES[backend].name.replace("/", "--")
+    return tmp_path / "hub" / f"kernels--{name}" / "snapshots" / commit
+
+
+def test_auto_takes_what_is_on_disk_and_asks_no_network(local_kernels, online, monkeypatch):
     """An online get_kernel asks the Hub even for kernels that are cached."""
     monkeypatch.setitem(registry.AUTO_ORDER, "cpu", ("fa3", "sdpa"))
     layout = layout_of()
-    leaves = tensors(layout)
     assert fv.explain(layout, dtype=torch.float32, **HEADS).chosen == "sdpa"
     assert "is not on disk; run: flexvarlen doctor --install" in fv.why_not("fa3", **HEADS)
-    results("auto", layout, leaves)
+    run("auto")
     assert hub.origin("fa3") is None
     local_kernels("fa3")
     choose.clear_cache()
-    results("auto", layout, leaves)
+    run("auto")
     assert hub.origin("fa3") is not None
     assert fv.explain(layout, dtype=torch.float32, **HEADS).chosen == "fa3"
 
 
-def test_auto_passes_over_a_wrong_kernel(local_kernels, monkeypatch):  # noqa: F811
+def test_auto_passes_over_a_wrong_kernel(local_kernels, monkeypatch):
     monkeypatch.setitem(registry.AUTO_ORDER, "cpu", ("fa3", "sdpa"))
     local_kernels("fa3", WRONG_DK)
-    layout = layout_of()
-    leaves = tensors(layout)
     with pytest.warns(UserWarning, match="fa3 failed when auto tried it .*its dk is off"):
-        found = results("auto", layout, leaves)
-    torch.testing.assert_close(found, results("sdpa", layout, leaves))
+        found = run("auto")
+    torch.testing.assert_close(found, run("sdpa"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         longer = layout_of(50, 60)  # of another bucket of sizes
@@ -237,16 +228,16 @@ def test_auto_passes_over_a_wrong_kernel(local_kernels, monkeypatch):  # noqa: F
 
 
 @pytest.mark.parametrize("kept", ["branch", "commit", "another version", "cut off"])
-def test_the_cache_of_the_hub(local_kernels, online, monkeypatch, tmp_path, kept):  # noqa: F811
+def test_the_cache_of_the_hub(local_kernels, online, monkeypatch, tmp_path, kept):
     """`kernels` downloads the commit of a version, which leaves no branch in the cache."""
     repository = hub.REPOSITORIES["fa2"]
-    folder = tmp_path / "hub" / f"kernels--{repository.name.replace('/', '--')}"
     version = repository.version + (kept == "another version")
-    snapshot = lay_out(folder / "snapshots" / ("a" * 40), "fa2", version=version)
+    snapshot = lay_out(cached(tmp_path, "fa2", "a" * 40), "fa2", version=version)
     if kept == "branch":
-        (folder / "refs").mkdir()
-        (folder / "refs" / f"v{repository.version}").write_text("a" * 40)
-        shutil.copytree(snapshot, folder / "snapshots" / ("b" * 40))
+        refs = snapshot.parents[1] / "refs"
+        refs.mkdir()
+        (refs / f"v{repository.version}").write_text("a" * 40)
+        shutil.copytree(snapshot, cached(tmp_path, "fa2", "b" * 40))
     elif kept == "cut off":
         (snapshot / "build" / "torch-universal" / "metadata.json").write_text("{")
     reason = fv.why_not("fa2", **HEADS)
@@ -258,77 +249,68 @@ def test_the_cache_of_the_hub(local_kernels, online, monkeypatch, tmp_path, kept
 
 
 @pytest.mark.parametrize("named", ["packed_attention", "patch_model"])
-def test_a_named_backend_is_downloaded(local_kernels, online, monkeypatch, tmp_path, named):  # noqa: F811
-    import kernels
-
+def test_a_named_backend_is_downloaded(local_kernels, online, monkeypatch, tmp_path, named):
     asked = []
 
     def install(name, *, revision, **_):
         asked.append((name, revision))
-        at = tmp_path / "hub" / f"kernels--{name.replace('/', '--')}" / "snapshots" / ("c" * 40)
-        return lay_out(at, "fa3")
+        return lay_out(cached(tmp_path, "fa3", "c" * 40), "fa3")
 
-    monkeypatch.setattr(kernels, "install_kernel", install)
+    monkeypatch.setattr(online, "install_kernel", install)
     assert fv.why_not("fa3", **HEADS) is not None
     assert asked == []
-    layout = layout_of()
     if named == "patch_model":
         fv.patch_model(new_model("llama"), backend="kernels-community/vllm-flash-attn3")
     for _ in range(2):
-        results("flash_attention_3", layout, tensors(layout))
+        run("flash_attention_3")
     assert asked == [("kernels-community/vllm-flash-attn3", "v1")]
 
 
-def test_offline_is_obeyed(local_kernels):  # noqa: F811
-    layout = layout_of()
+def test_offline_is_obeyed(local_kernels):
     with pytest.raises(NotImplementedError, match="unset HF_HUB_OFFLINE and run: flexvarlen doc"):
-        results("fa4", layout, tensors(layout))
+        run("fa4")
 
 
-def test_a_download_that_fails_says_why_and_is_tried_again(local_kernels, online, monkeypatch):  # noqa: F811
-    import kernels
+def test_transformers_switch_turns_kernels_of_the_hub_off(local_kernels, monkeypatch):
+    local_kernels("fa3")
+    monkeypatch.setenv("USE_HUB_KERNELS", "0")
+    with pytest.raises(NotImplementedError, match="USE_HUB_KERNELS turns kernels of the Hub off"):
+        run("fa3")
 
+
+def test_a_download_that_fails_says_why_and_is_tried_again(local_kernels, online, monkeypatch):
     errors = [OSError("no route"), FileNotFoundError("Cannot find a build variant\nmore")]
 
     def install(*_, **__):
         raise errors.pop(0)
 
-    monkeypatch.setattr(kernels, "install_kernel", install)
-    layout = layout_of()
+    monkeypatch.setattr(online, "install_kernel", install)
     for expected in ("OSError: no route", "FileNotFoundError: Cannot find a build variant"):
         with pytest.raises(NotImplementedError, match=rf"cannot be downloaded \({expected}\)"):
-            results("fa2", layout, tensors(layout))
+            run("fa2")
     assert errors == []
 
 
-def test_a_named_backend_that_is_here_asks_no_network(local_kernels, online, tmp_path):  # noqa: F811
+def test_a_named_backend_that_is_here_asks_no_network(local_kernels, online, tmp_path):
     """Refused for another reason, such as a prefix, it would have asked the Hub."""
-    lay_out(tmp_path / "hub" / "kernels--kernels-community--flash-attn2" / "snapshots" / "e", "fa2")
-    layout = layout_of()
+    lay_out(cached(tmp_path, "fa2", "e"), "fa2")
     with pytest.raises(NotImplementedError, match="fa2 has no prefixes"):
-        results("fa2", layout, tensors(layout), prefix=[1, 0, 2])
+        run("fa2", prefix=[1, 0, 2])
 
 
 def test_a_build_of_another_torch_is_downloaded_for_this_one(
-    local_kernels,  # noqa: F811
-    online,
-    monkeypatch,
-    tmp_path,
+    local_kernels, online, monkeypatch, tmp_path
 ):
     """The snapshot in the cache has the one build that the torch of then asked for."""
-    import kernels
-
-    folder = tmp_path / "hub" / "kernels--kernels-community--flash-attn2" / "snapshots" / "d"
-    builds = lay_out(folder, "fa2") / "build"
+    builds = lay_out(cached(tmp_path, "fa2", "d"), "fa2") / "build"
     (builds / "torch-universal").rename(builds / "torch20-cxx11-cu118-x86_64-linux")
     assert "does not load here (" in fv.why_not("fa2", **HEADS)
     here = lay_out(tmp_path / "elsewhere", "fa2") / "build" / "torch-universal"
-    monkeypatch.setattr(kernels, "install_kernel", lambda *_, **__: shutil.move(here, builds))
-    layout = layout_of()
-    results("fa2", layout, tensors(layout))
+    monkeypatch.setattr(online, "install_kernel", lambda *_, **__: shutil.move(here, builds))
+    run("fa2")
 
 
-def test_a_build_that_needs_other_kernels_is_left(local_kernels, online, tmp_path):  # noqa: F811
+def test_a_build_that_needs_other_kernels_is_left(local_kernels, online, tmp_path):
     """`kernels` 0.17 would load them from the Hub, for auto too."""
     local_kernels("fa2")
     (file,) = tmp_path.glob("fa2-repository/build/*/metadata.json")
@@ -337,7 +319,7 @@ def test_a_build_that_needs_other_kernels_is_left(local_kernels, online, tmp_pat
     assert "needs other kernels, which would be loaded" in fv.why_not("fa2", **HEADS)
 
 
-def test_a_build_that_does_not_load_says_why(local_kernels):  # noqa: F811
+def test_a_build_that_does_not_load_says_why(local_kernels):
     local_kernels("fa2", ("from . import attention", "import no_such_library"))
     reason = fv.why_not("fa2", **HEADS)
     assert "does not load here (ModuleNotFoundError: No module named 'no_such" in reason

@@ -3,14 +3,11 @@
 A plain kernel stands in for FlashAttention; see `tests.attention.backends.plain_kernel`.
 """
 
-# ruff: noqa: F811
-# (fixtures are arguments by the names that they are imported by)
-
 from __future__ import annotations
 
 import pickle
 import sys
-from functools import cache
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -19,48 +16,57 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from flexvarlen import DocumentMask, PackedLayout, packed_attention
 from flexvarlen.attention.backends.cu_seqlens import kernel as cu_seqlens_kernel
-from flexvarlen.layout.launch_sizes import SHORT_ROW
+from flexvarlen.layout import launch_sizes
 from flexvarlen.measure import watch_compilation
-from tests.attention.backends.plain_kernel import backend, call_of, given  # noqa: F401
+from tests.attention.backends.plain_kernel import attend
 from tests.attention.test_trees import by_path
 from tests.oracle import differentiate, random_qkv
 from tests.overwrite import overwrite
 from tests.trees import Tree
 
 TOKENS = 256
-LONG = SHORT_ROW + 100
-MANY = [[LONG], [700, 900], [LONG - 2, 1, 1], [8] * 8, [0, 0, 5], []]
+LONG = TOKENS + 100
+MANY = [[LONG], [100, 150], [LONG - 2, 1, 1], [8] * 8, [0, 0, 5], []]
 TREES = [
-    Tree((1000, 1000, 148), (-1, 0, 0)),
-    Tree((70, 20, 5, 900, 0, 300), (-1, 0, 1, 1, -1, 4), LONG - 1295),
+    Tree((150, 150, 56), (-1, 0, 0)),
+    Tree((70, 20, 5, 100, 0, 60), (-1, 0, 1, 1, -1, 4), LONG - 255),
     Tree((0, 0, 5), (-1, 0, 1), LONG - 5),
     Tree((LONG,), (-1,)),
     Tree((), (), LONG),
 ]
-SIZES = {"total_tokens": LONG, "capacity": 8, "max_seqlen_bound": LONG, "max_depth": 3}
+SIZES = {"total_tokens": LONG, "capacity": 8, "max_seqlen_bound": LONG}
 
 
-def attend(backend, q, k, mask):
-    call = call_of(q, k, mask)
-    return backend.attend(q, k, k, None, call, mask, backend.plan(mask))[0]
+@pytest.fixture(autouse=True)
+def _long_rows_are_short(monkeypatch):
+    monkeypatch.setattr(launch_sizes, "SHORT_ROW", TOKENS)
+
+
+def row_of(lengths, tokens=LONG, **options):
+    sizes = {"total_tokens": tokens, "capacity": 8, "max_seqlen_bound": tokens}
+    return PackedLayout.from_lengths(lengths, **sizes | options)
+
+
+def attention(backend, q, layout):
+    """Of q to itself."""
+    return attend(backend, q, q, q, DocumentMask.of(layout))[0]
 
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
-def test_kernels_are_launched_for_the_documents_that_there_are(backend, given, compiler):
+def test_kernels_are_launched_for_the_documents_that_there_are(backend, compiler):
     """Other documents recompile nothing; a short row, or an unknown one, keeps its bounds."""
     q = torch.randn(LONG, 2, 8, requires_grad=True)
+    given = backend.given
 
     def run(layout):
-        return attend(backend, q * 2, q, DocumentMask.of(layout))
+        return attention(backend, q * 2, layout)
 
     torch._dynamo.reset()
     called = torch.compile(run, fullgraph=True, backend=compiler) if compiler else run
     with watch_compilation() as stats:
         for lengths in MANY:
             given.clear()
-            layout = PackedLayout.from_lengths(
-                lengths, total_tokens=LONG, capacity=8, max_seqlen_bound=LONG
-            )
+            layout = row_of(lengths)
             called(layout).sum().backward()
             assert len(given) == 2  # forward and backward
             for segments, _ in given:
@@ -87,20 +93,14 @@ def test_a_tail_is_zeroed_where_there_is_one(backend, monkeypatch, tokens):
     monkeypatch.setattr(cu_seqlens_kernel, "_zero_tail", zero)
     q = torch.randn(tokens, 2, 8, requires_grad=True)
     cu_seqlens_kernel._is_first(q)
-
-    def run(layout):
-        return attend(backend, q, q, DocumentMask.of(layout))
-
+    run = partial(attention, backend, q)
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     with watch_compilation() as stats:
         for called in (run, compiled):
             for lengths in ([tokens], [tokens - 9], [9, tokens - 9], [5]):
                 zeroed.clear()
-                layout = PackedLayout.from_lengths(
-                    lengths, total_tokens=tokens, capacity=2, max_seqlen_bound=tokens
-                )
-                out = called(layout)
+                out = called(row_of(lengths, tokens, capacity=2))
                 (grad,) = torch.autograd.grad(out.sum(), q)
                 end = sum(lengths)
                 assert set(zeroed) == ({end} if end < tokens else set()), lengths
@@ -110,25 +110,36 @@ def test_a_tail_is_zeroed_where_there_is_one(backend, monkeypatch, tokens):
     assert stats.compilations == 1
 
 
+def rows_of(tokens):
+    """Functions that make the row that is traced, and others."""
+    lengths = ([70, tokens - 70], [1, tokens - 11, 4], [30] * 7)
+    return [partial(row_of, own, tokens) for own in lengths]
+
+
+ROWS = {
+    "short": rows_of(TOKENS),
+    "long": rows_of(LONG),
+    "trees": [partial(tree.layout, **SIZES, max_depth=3) for tree in TREES],
+}
+
+
 @pytest.mark.parametrize("trace", ["export", "strict export", "make_fx"])
-@pytest.mark.parametrize("tokens", [TOKENS, LONG])
-def test_a_program_that_outlives_its_call_is_made_for_any_documents(backend, tokens, trace):
+@pytest.mark.parametrize("row", ROWS)
+def test_a_program_that_outlives_its_call_is_made_for_any_documents(backend, row, trace):
     """The sizes that it was traced with are constants to it; the boundaries are read again."""
-    sizes = {"total_tokens": tokens, "capacity": 8, "max_seqlen_bound": tokens}
-    layout = PackedLayout.from_lengths([70, tokens - 70], **sizes)
+    layout, *others = (make() for make in ROWS[row])
 
     class Model(torch.nn.Module):
         def forward(self, q):
-            return attend(backend, q, q, DocumentMask.of(layout))
+            return attention(backend, q, layout)
 
-    q = torch.randn(tokens, 2, 8)
+    q = torch.randn(layout.total_tokens, 2, 8)
     if trace == "make_fx":
         program = make_fx(Model())(q)
     else:
         program = torch.export.export(Model(), (q,), strict=trace == "strict export").module()
-    for lengths in ([1, tokens - 11, 4], [30] * 7):
-        other = PackedLayout.from_lengths(lengths, **sizes)
-        expected = attend(backend, q, q, DocumentMask.of(other))
+    for other in others:
+        expected = attention(backend, q, other)
         overwrite(layout, other)
         torch.testing.assert_close(program(q), expected)
 
@@ -165,9 +176,8 @@ def test_inductors_cuda_graphs_hold_what_the_row_needs(monkeypatch):
                 torch.compiler.cudagraph_mark_step_begin()
                 found = step(compiled, layout)
             assert any(captured) is zeroes
-            for mine, eager in zip(found, step(run, layout), strict=True):
-                torch.testing.assert_close(mine, eager, atol=2e-2, rtol=2e-2)
-                assert not mine[sum(lengths) :].any()
+            torch.testing.assert_close(found, step(run, layout), atol=2e-2, rtol=2e-2)
+            assert not any(x[sum(lengths) :].any() for x in found)
     assert stats.compilations == 1
     captured.clear()
     graph = torch.cuda.CUDAGraph()
@@ -184,9 +194,10 @@ def test_inductors_cuda_graphs_hold_what_the_row_needs(monkeypatch):
 @pytest.mark.parametrize("who", ["another operator inside inductor's graph", "a user beside it"])
 def test_other_captures_are_made_for_any_documents(who):
     """Numbers that inductor is not handed are constants of its graph, as of a user's own."""
-    sizes = {"total_tokens": LONG, "capacity": 4, "max_seqlen_bound": LONG, "device": "cuda"}
-    layout = PackedLayout.from_lengths([LONG - 9, 9], **sizes)
-    x = torch.randn(LONG, 2, 64, dtype=torch.bfloat16, device="cuda")
+    long = 2148
+    sizes = {"total_tokens": long, "capacity": 4, "max_seqlen_bound": long, "device": "cuda"}
+    layout = PackedLayout.from_lengths([long - 9, 9], **sizes)
+    x = torch.randn(long, 2, 64, dtype=torch.bfloat16, device="cuda")
 
     def attention(q, documents=layout):
         return packed_attention(q, q, q, documents, backend="varlen")
@@ -209,7 +220,7 @@ def test_other_captures_are_made_for_any_documents(who):
             with torch.cuda.graph(graph, stream=stream):
                 out = attention(x * 2)
             graphs.append((graph, out))
-    for lengths in ([1, 700, 40, LONG - 741], [LONG], [100]):
+    for lengths in ([1, 700, 40, long - 741], [long], [100]):
         other = PackedLayout.from_lengths(lengths, **sizes)
         overwrite(layout, other)
         expected = attention(x * 2, other)
@@ -223,46 +234,34 @@ def test_other_captures_are_made_for_any_documents(who):
 
 
 def test_a_pickled_layout_still_recompiles_nothing(backend):
-    sizes = {"total_tokens": LONG, "capacity": 8, "max_seqlen_bound": LONG}
-    q = torch.randn(LONG, 2, 8)
-
-    def run(layout):
-        return attend(backend, q, q, DocumentMask.of(layout))
-
+    run = partial(attention, backend, torch.randn(LONG, 2, 8))
     torch._dynamo.reset()
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     with watch_compilation() as stats:
         for lengths in ([LONG], [9, 50, 3]):
             # As DataLoader's workers hand a layout over: tensors lose what Dynamo wrote on them.
-            dumped = ForkingPickler.dumps(PackedLayout.from_lengths(lengths, **sizes))
-            compiled(pickle.loads(dumped))
+            compiled(pickle.loads(ForkingPickler.dumps(row_of(lengths))))
     assert stats.compilations == 1
 
 
-@cache
-def expected_of(tree):
-    *qkv, grad = random_qkv(LONG, 4, 2, 16)
-    return differentiate(by_path(tree), qkv, grad)
-
-
 @pytest.mark.parametrize("compiler", [None, "aot_eager"])
-def test_kernels_are_launched_for_the_segments_of_trees(backend, given, compiler):
+def test_kernels_are_launched_for_the_segments_of_trees(backend, compiler):
     """Inside segments, then for two levels, each with two slots a segment."""
     *qkv, grad = random_qkv(LONG, 4, 2, 16)
+    given = backend.given
 
     def run(q, k, v, layout):
-        mask = DocumentMask.of(layout)
-        call, plan = call_of(q, k, mask), backend.plan(mask)
-        return backend.attend(q, k, v, None, call, mask, plan)[0]
+        return attend(backend, q, k, v, DocumentMask.of(layout))[0]
 
     torch._dynamo.reset()
     called = torch.compile(run, fullgraph=True, backend=compiler) if compiler else run
     with watch_compilation() as stats:
         for tree in TREES:
             given.clear()
-            layout = tree.layout(**SIZES)
+            layout = tree.layout(**SIZES, max_depth=3)
             found = differentiate(lambda *x, to=layout: called(*x, to), qkv, grad)
-            torch.testing.assert_close(found, expected_of(tree), atol=1e-4, rtol=1e-3)
+            expected = differentiate(by_path(tree), qkv, grad)
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
             slots, segment = max(1, len(tree.lengths)), max([2, *tree.lengths])
             whole = max([2, *layout.segments.tree_lengths()])
             launches = [(slots, segment), (2 * slots, whole), (2 * slots, whole)]
@@ -273,34 +272,17 @@ def test_kernels_are_launched_for_the_segments_of_trees(backend, given, compiler
     assert stats.compilations == (1 if compiler else 0)
 
 
-@pytest.mark.parametrize("trace", ["export", "make_fx"])
-def test_a_traced_call_serves_other_trees(backend, trace):
-    layout = TREES[0].layout(**SIZES)
-    mask = DocumentMask.of(layout)
-    q = torch.randn(LONG, 2, 8)
-
-    class Model(torch.nn.Module):
-        def forward(self, q):
-            return attend(backend, q, q, mask)
-
-    program = make_fx(Model())(q) if trace == "make_fx" else torch.export.export(Model(), (q,))
-    program = program if trace == "make_fx" else program.module()
-    for tree in TREES:
-        other = tree.layout(**SIZES)
-        overwrite(layout, other)
-        torch.testing.assert_close(program(q), attend(backend, q, q, DocumentMask.of(other)))
-
-
-def test_documents_that_one_side_does_not_know_are_launched_for(backend, given):
+def test_documents_that_one_side_does_not_know_are_launched_for(backend):
     """Cross-attention: slots past the known ones hold keys all the same."""
     known = PackedLayout.from_lengths([5, 6], total_tokens=LONG, capacity=4)
     keys = PackedLayout.from_lengths([5, 6, 7, 8], total_tokens=LONG, capacity=4)
     keys = keys.replace(num_docs=None, max_seqlen=None)
     mask = DocumentMask.of(known, layout_k=keys)
     q = torch.randn(LONG, 2, 8)
-    attend(backend, q, q, mask)
-    assert given[-1].boundaries.cu_seqlens_k.diff().tolist() == [5, 6, 7, 8]
-    assert given[-1].boundaries.cu_seqlens_q.shape == given[-1].boundaries.cu_seqlens_k.shape
+    attend(backend, q, q, q, mask)
+    boundaries = backend.given[-1].boundaries
+    assert boundaries.cu_seqlens_k.diff().tolist() == [5, 6, 7, 8]
+    assert boundaries.cu_seqlens_q.shape == boundaries.cu_seqlens_k.shape
 
 
 def test_a_row_of_millions_of_tokens_has_sizes_too():

@@ -14,9 +14,11 @@ def attend(q, k, v, **options):
     return fv.packed_attention(q, k, v, LAYOUT, backend="reference", return_lse=True, **options)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("options", [{}, {"softcap": 20.0}, {"sinks": torch.ones(4)}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.pairwise(
+    autocast=[False, True],
+    options=[{}, {"softcap": 20.0}, {"sinks": torch.ones(4)}],
+    dtype=[torch.float16, torch.bfloat16],
+)
 def test_scores_that_overflow_in_half_precision(dtype, options, autocast):
     """Queries times keys reach 10⁵, and 65,504 is float16's largest number."""
     torch.manual_seed(0)

@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import make_tensor
 
 import flexvarlen as fv
+from tests import oracle
+from tests.oracle import Documents, differentiate
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (64, 128)
 
 
-def gradients(q, k, v, grad, **options):
-    """Output and gradients of ours."""
+def attention(**options):
+    """Ours of q, k and v."""
     layout = fv.PackedLayout.from_lengths(LENGTHS, device="cuda")
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    out = fv.packed_attention(*leaves, layout, backend="sdpa", **options)
-    return out, *torch.autograd.grad(out, leaves, grad)
+    return partial(fv.packed_attention, layout=layout, backend="sdpa", **options)
 
 
 def exact(q, k, v, grad, window=None):
-    """Each document alone in fp64, by torch's plain operations."""
-    parts = []
-    for rows in torch.arange(sum(LENGTHS), device="cuda").split(LENGTHS):
-        leaves = [x[rows].double().requires_grad_() for x in (q, k, v)]
-        behind = torch.arange(len(rows), device="cuda")[:, None] - torch.arange(
-            len(rows), device="cuda"
-        )
-        seen = (behind >= 0) & (behind < (window or len(rows)))
-        repeated = [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in leaves]
-        q_HLD, k_HLD, v_HLD = (x.transpose(0, 1) for x in repeated)
-        scores = q_HLD @ k_HLD.mT * q.shape[-1] ** -0.5
-        out = (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v_HLD).transpose(0, 1)
-        parts.append((out, *torch.autograd.grad(out, leaves, grad[rows].double())))
-    return [torch.cat(x) for x in zip(*parts, strict=True)]
+    """Output and gradients of each document alone, in fp64."""
+    documents = Documents(LENGTHS, sum(LENGTHS))
+    inputs = [x.double() for x in (q, k, v)]
+    return differentiate(
+        lambda *x: oracle.attend(*x, documents, window=window)[0], inputs, grad.double()
+    )
 
 
 def assert_near(found, expected, dtype):
     """Errors of a right kernel are a few roundings; these bugs gave NaN, and 1.4 of the norm."""
-    for x, y in zip(found, expected, strict=True):
+    (out, grads), (exact_out, exact_grads) = found, expected
+    for x, y in zip([out, *grads], [exact_out, *exact_grads], strict=True):
         size = max(float(y.norm()), 1e-2 * y.numel() ** 0.5)  # dq and dk may be zero
         assert float((x.double() - y).norm()) < 16 * torch.finfo(dtype).eps * size
 
@@ -54,7 +49,7 @@ def test_nan_in_gradients_under_windows(dtype, window):
         make_tensor((sum(LENGTHS), 2, 128), device="cuda", dtype=dtype, low=-9, high=9)
         for _ in range(4)
     )
-    found = gradients(q, k, v, grad, window=window)
+    found = differentiate(attention(window=window), [q, k, v], grad)
     assert_near(found, exact(q, k, v, grad, window), dtype)
 
 
@@ -78,10 +73,9 @@ def test_gradients_by_memory_formats(memory, grad_memory, heads):
         for n in (heads[0], heads[1], heads[1], heads[0])
     )
     expected = exact(q, k, v, grad)
-    layout = fv.PackedLayout.from_lengths(LENGTHS, device="cuda")
     leaves = [memory(x).detach().requires_grad_() for x in (q, k, v)]
-    out = fv.packed_attention(*leaves, layout, backend="sdpa")
-    found = (out, *torch.autograd.grad(out, leaves, grad_memory(grad)))
+    out = attention()(*leaves)
+    found = out, torch.autograd.grad(out, leaves, grad_memory(grad))
     assert_near(found, expected, torch.bfloat16)
 
 
@@ -98,7 +92,8 @@ def test_gradients_after_calls_in_another_memory_format(squeeze):
         out = scaled_dot_product_attention(*heads_first, is_causal=True)
         out = (out.squeeze(0) if squeeze else out[0]).transpose(0, 1)
         torch.autograd.grad(out, leaves, grad[rows])
-    assert_near(gradients(q, k, v, grad), exact(q, k, v, grad), torch.bfloat16)
+    found = differentiate(attention(), [q, k, v], grad)
+    assert_near(found, exact(q, k, v, grad), torch.bfloat16)
 
 
 def test_equal_bits_of_one_query_with_a_window():
@@ -123,7 +118,7 @@ def test_equal_bits_of_one_query_with_a_window():
 def test_users_choice_of_kernels_stays():
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     q = torch.randn(sum(LENGTHS), 2, 64, device="cuda", dtype=torch.bfloat16)
-    gradients(q, q, q, q)
+    differentiate(attention(), [q, q, q], q)
     assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
 
 

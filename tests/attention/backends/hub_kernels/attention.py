@@ -7,31 +7,34 @@ NaN, as FlashAttention leaves them unwritten.
 import torch
 
 
+@torch.no_grad()
 def forward(q, k, v, cu_q, cu_k, scale, causal, left, right, softcap):
     """Output and LSE `[H, T]`."""
     out = torch.full_like(q, float("nan"))
     lse = torch.full((q.shape[1], q.shape[0]), float("nan"))
-    with torch.enable_grad():
-        for rows, keys in documents(cu_q, cu_k):
-            x, y = attend(q[rows], k[keys], v[keys], scale, causal, left, right, softcap)
-            out[rows], lse[:, rows] = x.detach().to(q.dtype), y.detach()
+    for rows, keys in documents(cu_q, cu_k):
+        x, lse[:, rows] = attend(q[rows], k[keys], v[keys], scale, causal, left, right, softcap)
+        out[rows] = x.to(q.dtype)
     return out, lse
 
 
+@torch.no_grad()
 def backward(grad, q, k, v, out, lse, cu_q, cu_k, scale, causal, left, right, softcap):
     """Gradients of q, k and v, from the output and the LSE as FlashAttention computes them."""
     grads = tuple(torch.full_like(x, float("nan")) for x in (q, k, v))
+    groups = (k.shape[1], q.shape[1] // k.shape[1])
     for rows, keys in documents(cu_q, cu_k):
-        leaves = [x.detach().float().requires_grad_() for x in (q[rows], k[keys], v[keys])]
-        with torch.enable_grad():
-            scores = scores_of(*leaves[:2], scale, causal, left, right, softcap)
-            wide_v = repeated(leaves[2], scores.shape[0])
-        p = (scores.detach() - lse[:, rows, None]).exp()
         dout = grad[rows].float()
+        wide_k, wide_v = (repeated(x[keys], q.shape[1]) for x in (k, v))
+        scores = scores_of(q[rows], k[keys], scale, causal, left, right, softcap)
+        p = (scores - lse[:, rows, None]).exp().nan_to_num()
         delta = (dout * out[rows].float()).sum(-1).T[..., None]
-        ds = p * (torch.einsum("qhd,khd->hqk", dout, wide_v.detach()) - delta)
-        dq, dk = torch.autograd.grad(scores, leaves[:2], ds.nan_to_num())
-        (dv,) = torch.autograd.grad(wide_v, leaves[2], torch.einsum("hqk,qhd->khd", p, dout))
+        ds = p * (torch.einsum("qhd,khd->hqk", dout, wide_v) - delta) * scale
+        if softcap:
+            ds = (ds * (1 - (scores / softcap) ** 2)).nan_to_num()
+        dq = torch.einsum("hqk,khd->qhd", ds, wide_k)
+        dk = torch.einsum("hqk,qhd->khd", ds, q[rows].float()).unflatten(1, groups).sum(2)
+        dv = torch.einsum("hqk,qhd->khd", p, dout).unflatten(1, groups).sum(2)
         for x, part, at in zip(grads, (dq, dk, dv), (rows, keys, keys), strict=True):
             x[at] = part.to(x.dtype)
     return grads
