@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import trl
-from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
 from flexvarlen.patches.context_parallel_trainer import is_padded, why_not_context_parallel
 from flexvarlen.patches.shard_collator import ShardCollator
+from tests.contract_training import forget_accelerate
 from tests.patches.context_parallel_ranks import (
     ROWS,
     RUNS,
@@ -53,8 +53,7 @@ def _as_it_was():
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_accelerate()
 
 
 def values(log):
