@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -45,6 +46,9 @@ def settings(folder: Any, **changes: Any) -> dict[str, Any]:
 
 def forget_accelerate() -> None:
     """Mixed precision, compilation and the number of processes are states of the process."""
+    for name in [*os.environ]:
+        if name.startswith(("ACCELERATE_DYNAMO", "ACCELERATE_MIXED_PRECISION")):
+            del os.environ[name]
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

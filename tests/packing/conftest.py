@@ -5,23 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
 from tests.contract_oracle import check_step
 from tests.contract_training import recorded, settings
 from tests.tiny_models import new_model
-
-
-@pytest.fixture
-def _accelerate_as_it_was(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture

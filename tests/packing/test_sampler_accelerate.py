@@ -230,7 +230,7 @@ def test_rows_of_two_processes(ranks, case, way):
         assert got == expected
 
 
-@pytest.mark.usefixtures("_accelerate_as_it_was")
+@pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize(("case", "way"), [x for x in LOADED if x[1] in ("dealt", "workers")])
 def test_rows_of_one_process(case, way):
     """Other loaders and Trainer: in two processes."""
@@ -238,7 +238,7 @@ def test_rows_of_one_process(case, way):
     assert got == expected
 
 
-@pytest.mark.usefixtures("_accelerate_as_it_was")
+@pytest.mark.usefixtures("fresh_accelerate")
 def test_a_pass_that_was_left_counts_for_no_other():
     """accelerate keeps a loader that was left with `break` among those in a pass."""
     sampler = BalancedSampler([[i + 1] for i in range(8)], num_replicas=2)

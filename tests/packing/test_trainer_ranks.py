@@ -100,7 +100,7 @@ def made(ranks, tmp_path_factory):
     return lambda name, case=saved: ranks.run(case, name, str(folder / name))[0]
 
 
-@pytest.mark.usefixtures("_accelerate_as_it_was")
+@pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("name", RUNS)
 def test_steps_are_those_of_one_process(made, name, tmp_path):
     steps, alone = made(name), trained(name, str(tmp_path))

@@ -25,6 +25,7 @@ from tests.contract_training import (
 from tests.patches.distributed_inputs import WORLD
 from tests.patches.distributed_ranks import mean
 from tests.patches.test_trl import WAYS, sft
+from tests.ranks import of_all_ranks
 from tests.tiny_models import new_model
 
 SFT = {"sft padding_free": 4, "sft packing": 2, "sft packing_defaults": 2}
@@ -40,19 +41,22 @@ class Rows(IterableDataset):
             yield [documents()[i] for i in row]
 
 
+COLLATORS: dict[str, Any] = {
+    "flattened": DataCollatorWithFlattening(return_flash_attn_kwargs=True),
+    "dispatched": fv.PackedCollator(total_tokens=64, capacity=16, max_seqlen_bound=64),
+    "dispatched without a size": fv.PackedCollator(),
+    "dispatched trees": fv.TreeCollator(total_tokens=64),
+}
+
+
 def trainer_of(run: str, folder: str) -> Any:
     """A trainer of two steps, and its recorder."""
+    forget_accelerate()
     model = fv.patch_model(new_model("qwen3"), "sdpa")
     if run in SFT:
         datasets.disable_caching()
         changes = {**WAYS[run.split()[1]], "per_device_train_batch_size": SFT[run]}
         return sft(model, folder, **changes)
-    collators = {
-        "flattened": DataCollatorWithFlattening(return_flash_attn_kwargs=True),
-        "dispatched": fv.PackedCollator(total_tokens=64, capacity=16, max_seqlen_bound=64),
-        "dispatched without a size": fv.PackedCollator(),
-        "dispatched trees": fv.TreeCollator(total_tokens=64),
-    }
     flattened = run == "flattened"
     sizes = {} if flattened else {"per_device_train_batch_size": 1}
     return recorded(
@@ -60,13 +64,12 @@ def trainer_of(run: str, folder: str) -> Any:
         model=model,
         args=TrainingArguments(**settings(folder, **sizes)),
         train_dataset=[{"input_ids": x} for x in documents()] if flattened else Rows(),
-        data_collator=collators[run],
+        data_collator=COLLATORS[run],
     )
 
 
 def trained(run: str) -> list[tuple[Step, list[dict[str, Any]]]]:
     """Each step, the loss as the ranks' mean, and the documents of both ranks."""
-    forget_accelerate()
     with TemporaryDirectory() as folder:
         trainer, recorder = trainer_of(run, folder)
         trainer.train()
@@ -75,21 +78,22 @@ def trained(run: str) -> list[tuple[Step, list[dict[str, Any]]]]:
         of_steps = [[*documents_of([row])] for row in [*Rows()][dist.get_rank() :: WORLD]]
     found = []
     for step, own in zip(recorder.steps, of_steps, strict=False):
-        of_ranks: list[Any] = [None] * WORLD
-        dist.all_gather_object(of_ranks, own)
         weights, gradients = (
             {name.removeprefix("module."): x for name, x in named.items()}
             for named in (step.weights, step.gradients)
         )
-        every = [document for of_rank in of_ranks for document in of_rank]
+        every = [document for of_rank in of_all_ranks(own) for document in of_rank]
         found.append((Step(weights, mean(step.loss), gradients), every))
     return found
 
 
 def refused(run: str) -> str:
     """What both ranks raise, so that none waits for the other."""
-    try:
-        trained(run)
-    except ValueError as error:
-        return str(error)
+    with TemporaryDirectory() as folder:
+        trainer, _ = trainer_of(run, folder)
+        trainer.data_collator = COLLATORS[run]  # which is asked as the training starts
+        try:
+            trainer.train()
+        except ValueError as error:
+            return str(error)
     return "nothing was raised"

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 import flexvarlen as fv
 from tests import forms
 from tests.contract_oracle import Step, check_step, gradients_of, snapshot
-from tests.contract_training import forget_accelerate
 from tests.oracle import assert_as_accurate
 from tests.tiny_models import documents, exact_and_baseline, new_model, one_row
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 BATCH = one_row()
 PACKED = {"input_ids": BATCH.ids, "labels": BATCH.ids, **forms.given("position_ids", BATCH)}
@@ -25,14 +26,6 @@ FORMS = {
     "document_ids": {"input_ids": BATCH.ids, **forms.given("document_ids", BATCH)},
     "layout": {"input_ids": BATCH.ids, **forms.given("packed_layout", BATCH)},
 }
-
-
-@pytest.fixture(autouse=True)
-def _accelerate_as_it_was(monkeypatch):
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    forget_accelerate()  # a Trainer of another file leaves one
-    yield
-    forget_accelerate()
 
 
 def close(ours, expected):

@@ -15,7 +15,6 @@ from transformers import Trainer, TrainingArguments
 import flexvarlen as fv
 from flexvarlen.patches.context_parallel_trainer import is_padded, why_not_context_parallel
 from flexvarlen.patches.shard_collator import ShardCollator
-from tests.contract_training import forget_accelerate
 from tests.patches.context_parallel_ranks import (
     ROWS,
     RUNS,
@@ -49,11 +48,10 @@ def made_again(made):
 
 
 @pytest.fixture
-def _as_it_was():
+def _as_it_was(fresh_accelerate):
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
-    forget_accelerate()
 
 
 def values(log):

@@ -12,7 +12,7 @@ import flexvarlen as fv
 from flexvarlen.patches import trainers
 from flexvarlen.patches.api import current_patch
 from flexvarlen.patches.batch import padded_batch
-from tests.contract_training import forget_accelerate, settings
+from tests.contract_training import settings
 from tests.patches.padded_trainers import (
     BASES,
     CASES,
@@ -35,14 +35,8 @@ from tests.patches.padded_trainers import (
     trl,
 )
 
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ALL = CASES | BASES
-
-
-@pytest.fixture(autouse=True)
-def _accelerate_as_it_was(monkeypatch):
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    yield
-    forget_accelerate()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from tests.contract_oracle import by_document
 from tests.contract_training import (
     check_steps,
     documents,
-    forget_accelerate,
     recorded,
     settings,
 )
@@ -26,15 +25,13 @@ datasets = pytest.importorskip("datasets", reason="needs datasets, which TRL bri
 
 
 @pytest.fixture(autouse=True)
-def _apart(monkeypatch):
-    """Datasets are kept in memory, and mixed precision, a state of the process, is forgotten."""
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+def _apart(fresh_accelerate):
+    """Datasets are kept in memory."""
     datasets.disable_caching()
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
     datasets.enable_caching()
-    forget_accelerate()
 
 
 # SFTConfig itself turns on bf16 and gradient checkpointing.
