@@ -82,6 +82,24 @@ def new_model(kind: str, *, head_dim: int = 16, implementation: str | None = Non
     return draw_weights(model).eval()
 
 
+def balances_experts(model_type: str) -> bool:
+    """Whether transformers adds the loss of a router to the head of this architecture.
+
+    Some releases have the loss of one, but record no logits for it.
+    """
+    name = model_type_to_module_name(model_type)
+    file = Path(transformers.__file__).parent / f"models/{name}/modeling_{name}.py"
+    code = file.read_text()
+    return "load_balancing_loss_func" in code and '"router_logits":' in code
+
+
+@cache
+def shared_model(kind: str, dtype=torch.float32, device: str = "cpu", head_dim: int = 16):
+    """One model for many tests, which leave it unpatched, in eval mode and without gradients."""
+    changes = {} if kind in KINDS else {"every_expert": dtype in (torch.bfloat16, torch.float16)}
+    return new_model(kind, head_dim=head_dim, **changes).to(device=device, dtype=dtype)
+
+
 def lora(model: nn.Module) -> nn.Module:
     """The model with adapters, which are not zero at first."""
     import peft
@@ -106,24 +124,6 @@ def tokenizer(padding_side: Literal["left", "right"] = "right") -> PreTrainedTok
         padding_side=padding_side,
         chat_template="{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}",
     )
-
-
-def balances_experts(model_type: str) -> bool:
-    """Whether transformers adds the loss of a router to the head of this architecture.
-
-    Some releases have the loss of one, but record no logits for it.
-    """
-    name = model_type_to_module_name(model_type)
-    file = Path(transformers.__file__).parent / f"models/{name}/modeling_{name}.py"
-    code = file.read_text()
-    return "load_balancing_loss_func" in code and '"router_logits":' in code
-
-
-@cache
-def shared_model(kind: str, dtype=torch.float32, device: str = "cpu", head_dim: int = 16):
-    """One model for many tests, which leave it unpatched, in eval mode and without gradients."""
-    changes = {} if kind in KINDS else {"every_expert": dtype in (torch.bfloat16, torch.float16)}
-    return new_model(kind, head_dim=head_dim, **changes).to(device=device, dtype=dtype)
 
 
 @cache
