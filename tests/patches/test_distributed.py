@@ -90,9 +90,8 @@ def test_decoding_and_unpatching_of_sharded_weights(ranks):
         torch.testing.assert_close(rank["logits"], logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("run", ["flattened", "dispatched", *trainers.SFT])
+@pytest.mark.parametrize("run", ["flattened", *trainers.SFT])
 def test_trainers_on_two_processes(ranks, run):
-    """`dispatch_batches` raised on the first rank, and the other waited for ever."""
     steps, of_other_rank = ranks.run(trainers.trained, run)
     assert len(steps) == len(of_other_rank) == 2
     for (step, documents), (other, _) in zip(steps, of_other_rank, strict=True):
@@ -101,7 +100,7 @@ def test_trainers_on_two_processes(ranks, run):
         check_documents(step, new_model("qwen3"), documents, autocast="defaults" in run)
 
 
-@pytest.mark.parametrize("run", ["dispatched without a size", "dispatched trees"])
+@pytest.mark.parametrize("run", trainers.UNSENDABLE)
 def test_batches_that_cannot_be_sent_raise_on_both_processes(ranks, run):
     for said in ranks.run(trainers.refused, run):
         assert 'accelerator_config={"dispatch_batches": False}' in said
