@@ -60,15 +60,19 @@ def rows(of=learned):
     return [[of(documents()[i]) for i in row] for row in packed]
 
 
+def given(tmp_path, collator, dataset=None, **changes):
+    """Arguments of a trainer beside the model."""
+    return {
+        "args": TrainingArguments(**settings(tmp_path, **changes)),
+        "train_dataset": [{"input_ids": x} for x in documents()] if dataset is None else dataset,
+        "data_collator": collator,
+    }
+
+
 def check(model, tmp_path, collator, *, plain=None, dataset=None, how=None, **changes):
     """Two steps of a patched model, each held against its documents one by one."""
-    trainer, recorder = recorded(
-        Trainer,
-        model=model,
-        args=TrainingArguments(**settings(tmp_path, **changes)),
-        train_dataset=[{"input_ids": x} for x in documents()] if dataset is None else dataset,
-        data_collator=collator,
-    )
+    made = given(tmp_path, collator, dataset, **changes)
+    trainer, recorder = recorded(Trainer, model=model, **made)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=dataset is not None):
         trainer.train()
@@ -187,75 +191,58 @@ def test_evaluation_and_prediction(bf16, tmp_path):
 
 def test_rows_are_trained_on_and_evaluated(tmp_path):
     """A row a batch; of an evaluation Trainer gives the mean of the rows' mean losses."""
-    plain = new_model("qwen3")
-    given = {
-        "model": fv.patch_model(new_model("qwen3"), "sdpa"),
-        "train_dataset": rows(list),
-        "eval_dataset": rows(list),
-        "data_collator": fv.PackedCollator(**SIZES),
-    }
-    arguments = settings(tmp_path, per_device_train_batch_size=1, max_steps=1)
+    model, collator = fv.patch_model(new_model("qwen3"), "sdpa"), fv.PackedCollator(**SIZES)
+    sizes = {"per_device_train_batch_size": 1, "max_steps": 1}
     callback = IsolationCallback()
     trainer = Trainer(
-        args=TrainingArguments(**arguments, per_device_eval_batch_size=1),
+        model,
+        eval_dataset=rows(list),
         callbacks=[callback],
-        **given,
+        **given(tmp_path, collator, rows(list), per_device_eval_batch_size=1, **sizes),
     )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert callback.reports[0].num_docs > 1
     assert trainer.evaluate()["eval_loss"] != before
-    means = [by_document(plain, row).loss for row in rows(list)]
+    means = [by_document(new_model("qwen3"), row).loss for row in rows(list)]
     assert before == pytest.approx(torch.stack(means).mean().item(), rel=1e-4)
+    of_eight = Trainer(model, eval_dataset=rows(list), **given(tmp_path, collator, **sizes))
     with pytest.raises(
         ValueError, match=r"at most total_tokens=64 .* per_device_eval_batch_size=1"
     ):
-        Trainer(args=TrainingArguments(**arguments), **given).evaluate()  # 8 rows a batch
-
-
-class SeeingTrainer(Trainer):
-    """Keeps the tokens of each batch, and its loss."""
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        tokens = inputs["input_ids"].tolist()
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self.seen = [*getattr(self, "seen", ()), (tokens, loss.item())]
-        return loss
+        of_eight.evaluate()
 
 
 def test_rows_are_resumed_within_an_epoch(tmp_path):
-    """Trainer passes over the rows that were trained on; losses and weights are the same bits."""
+    """Trainer passes over the rows that were trained on; all that follows has the same bits."""
     changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    changes["per_device_train_batch_size"] = 1
     runs = []
     for checkpoint in (None, tmp_path / "checkpoint-2"):
-        trainer = SeeingTrainer(
-            model=fv.patch_model(new_model("qwen3"), "sdpa"),
-            args=TrainingArguments(**settings(tmp_path, per_device_train_batch_size=1, **changes)),
-            train_dataset=rows(list),
-            data_collator=fv.PackedCollator(**SIZES),
-        )
+        model = fv.patch_model(new_model("qwen3"), "sdpa")
+        made = given(tmp_path, fv.PackedCollator(**SIZES), rows(list), **changes)
+        trainer, recorder = recorded(Trainer, model=model, **made)
         trainer.train(resume_from_checkpoint=checkpoint)
-        runs.append((trainer.seen, list(trainer.model.parameters())))
-    (whole, weights), (resumed, weights_of_resumed) = runs
-    assert len({loss for _, loss in whole}) == 4
-    assert resumed == whole[2:]
-    for ours, theirs in zip(weights, weights_of_resumed, strict=True):
-        assert torch.equal(ours, theirs)
+        runs.append(recorder.steps)
+    whole, resumed = runs
+    assert len({step.loss.item() for step in whole}) == 4
+    for step, again in zip(whole[2:], resumed, strict=True):
+        assert torch.equal(step.loss, again.loss)
+        for name in ("weights", "gradients"):
+            torch.testing.assert_close(getattr(step, name), getattr(again, name), rtol=0, atol=0)
     assert "flexvarlen" not in (tmp_path / "checkpoint-2" / "config.json").read_text()
 
 
 def test_boundaries_that_accelerate_cuts_are_a_sentence(tmp_path):
     """Of an IterableDataset it gives each process as many entries of each tensor as rows."""
-    given = {
-        "model": fv.patch_model(new_model("qwen3"), "sdpa"),
-        "train_dataset": fv.StreamPacker(documents(), SIZES["total_tokens"], buffer=4),
-        "data_collator": fv.PackedCollator(**{**SIZES, "capacity": 12}, boundaries="cu_seq_lens"),
-    }
-    plain = settings(tmp_path, per_device_train_batch_size=1, max_steps=1)
+    model = fv.patch_model(new_model("qwen3"), "sdpa")
+    stream = fv.StreamPacker(documents(), SIZES["total_tokens"], buffer=4)
+    collator = fv.PackedCollator(**{**SIZES, "capacity": 12}, boundaries="cu_seq_lens")
+    plain = {"per_device_train_batch_size": 1, "max_steps": 1}
     with pytest.raises(ValueError, match=r'accelerator_config=\{"dispatch_batches": False\}'):
-        Trainer(args=TrainingArguments(**plain), **given).train()
+        Trainer(model, **given(tmp_path, collator, stream, **plain)).train()
     told = {"accelerator_config": {"dispatch_batches": False}}
-    Trainer(args=TrainingArguments(**plain, **told), **given).train()
+    Trainer(model, **given(tmp_path, collator, stream, **plain, **told)).train()
 
 
 LABELED = [{"input_ids": x, "labels": i % 3} for i, x in enumerate(documents()[:11])]
@@ -322,22 +309,17 @@ def test_packed_rows_as_examples_on_two_ranks_do_not_wait_forever(tmp_path, monk
 )
 def test_an_unpatched_model_that_would_mix_documents(kind, collator, tmp_path):
     """Without a check, it would train across documents; a dense causal one finds them itself."""
-    given = {
-        "args": TrainingArguments(**settings(tmp_path, max_steps=1)),
-        "train_dataset": [{"input_ids": x} for x in documents()],
-        "data_collator": collator(),
-    }
-    model = new_model(kind)
-    given["eval_dataset"] = given["train_dataset"]
+    model, made = new_model(kind), given(tmp_path, collator(), max_steps=1)
+    made["eval_dataset"] = made["train_dataset"]
     finds = kind == "qwen3" and collator is fv.PackedCollator
     for run in (Trainer.train, Trainer.evaluate, Trainer.train):
         if finds:
-            run(Trainer(model, **given))
+            run(Trainer(model, **made))
         else:
             with pytest.raises(ValueError, match=r"must be patched .* flexvarlen.patch_model"):
-                run(Trainer(model, **given))
+                run(Trainer(model, **made))
     if collator is fv.PackedCollator:
-        Trainer(fv.patch_model(model, "sdpa"), **given).train()
+        Trainer(fv.patch_model(model, "sdpa"), **made).train()
 
 
 def test_an_unpatched_model_of_an_unknown_type(tmp_path):
@@ -346,16 +328,12 @@ def test_an_unpatched_model_of_an_unknown_type(tmp_path):
         vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
         num_attention_heads=2, max_position_embeddings=512,
     )  # fmt: skip
-    given = {
-        "args": TrainingArguments(**settings(tmp_path, max_steps=1)),
-        "train_dataset": [{"input_ids": x} for x in documents()],
-        "data_collator": fv.PackedCollator(),
-    }
+    made = given(tmp_path, fv.PackedCollator(), max_steps=1)
     with pytest.warns(UserWarning, match="may see one another in an unpatched PhiForCausalLM"):
-        Trainer(AutoModelForCausalLM.from_config(config), **given).train()
+        Trainer(AutoModelForCausalLM.from_config(config), **made).train()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*may see one another")
-        Trainer(AutoModelForCausalLM.from_config(config), **given).train()
+        Trainer(AutoModelForCausalLM.from_config(config), **made).train()
 
 
 def test_predictions_of_a_model_that_is_not_patched(tmp_path):
