@@ -222,6 +222,7 @@ BASES = {
     "dpo": DPO,
     "reward": REWARD,
     "grpo": GRPO,
+    "sft": Case("SFT", two_beginnings, WHOLE),
     # Trainer counts the labels of two batches.
     "language_model": Case(
         "", two_beginnings, {"gradient_accumulation_steps": 2}, collator=DataCollatorForSeq2Seq

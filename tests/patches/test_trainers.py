@@ -71,7 +71,7 @@ def test_each_kind_of_model(name, kind, tmp_path):
 
 IN_TWO_BATCHES = {"num_generations": 2, "steps_per_generation": 2}
 SHARING = {
-    **{name: {} for name in ("dpo", "kto", "reward", "language_model")},
+    **{name: {} for name in ("dpo", "kto", "reward", "language_model", "sft")},
     **{name: IN_TWO_BATCHES for name in ("grpo", "rloo", "gmpo", "sdft")},
     **{name: {"num_generations": 2} for name in ("gold", "iw_opd")},
     **{name: {} for name in ("cpo", "online_dpo", "tpo")},

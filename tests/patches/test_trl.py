@@ -17,7 +17,6 @@ from tests.contract_training import (
     recorded,
     settings,
 )
-from tests.patches.forward.test_unpad import seen_tokens
 from tests.tiny_models import VOCABULARY, exact_and_baseline, lora, new_model, one_row, tokenizer
 
 trl = pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
@@ -93,18 +92,6 @@ def test_each_way_of_packing(way, tmp_path):
     recorder = check(model, tmp_path, **WAYS[way])
     count = sum(map(len, recorder.documents_of_steps()))
     assert count > 8 or way not in ("packing", "packing_defaults", "packing_split")
-
-
-def test_padded_rows_share_their_prefix(tmp_path):
-    model = fv.patch_model(new_model("qwen3"), "sdpa", unpad=True, share_prefixes=True)
-    prompt = list(range(3, 43))
-    texts = {"input_ids": [prompt + answer for answer in documents()]}
-    rows = seen_tokens(model)
-    recorder = check(model, tmp_path, dataset=texts, max_length=None)
-    for (_, tokens), found in zip(rows, recorder.documents_of_steps(), strict=True):
-        assert len(found) == 4
-        different = {tuple(x["input_ids"]) for x in found}
-        assert tokens <= sum(map(len, different)) - len(prompt) * (len(different) - 1)
 
 
 def test_no_document_sees_another_in_training(tmp_path, caplog, recwarn):
