@@ -98,7 +98,10 @@ def documents_of(examples: list[Any]) -> Iterator[dict[str, list[int]]]:
 
 
 def recorded(trainer_class: type, **arguments: Any) -> tuple[Any, Recorder]:
-    """A trainer of the class, and the recorder of its steps."""
+    """A trainer of the class, and the recorder of its steps.
+
+    Its collator is a function, so that nothing finds out its class as the training starts.
+    """
     recorder = Recorder()
 
     class RecordedTrainer(trainer_class):  # type: ignore[misc]
@@ -118,9 +121,9 @@ def recorded(trainer_class: type, **arguments: Any) -> tuple[Any, Recorder]:
     return trainer, recorder
 
 
-def check_steps(recorder: Recorder, plain: nn.Module, count: int = 2, **how: Any) -> None:
-    """Each step of the trainer is that of its documents one by one; `how` as in `check_step`."""
-    assert len(recorder.steps) == count
+def check_steps(recorder: Recorder, plain: nn.Module, **how: Any) -> None:
+    """Each of two steps of the trainer is that of its documents one by one; `how` as in `check_step`."""
+    assert len(recorder.steps) == 2
     for step, found in zip(recorder.steps, recorder.documents_of_steps(), strict=True):
         check_documents(step, plain, found, **how)
 
