@@ -122,7 +122,7 @@ def recorded(trainer_class: type, **arguments: Any) -> tuple[Any, Recorder]:
 
 
 def check_steps(recorder: Recorder, plain: nn.Module, **how: Any) -> None:
-    """Each of two steps of the trainer is that of its documents one by one; `how` as in `check_step`."""
+    """Each of two steps is that of its documents one by one; `how` as in `check_step`."""
     assert len(recorder.steps) == 2
     for step, found in zip(recorder.steps, recorder.documents_of_steps(), strict=True):
         check_documents(step, plain, found, **how)
