@@ -91,7 +91,8 @@ def sft_of_images() -> None:
     from transformers import ProcessorMixin
 
     from tests.contract_training import settings
-    from tests.patches.test_trl import PADDING_FREE, PLAIN, tokenizer
+    from tests.patches.test_trl import PADDING_FREE, PLAIN
+    from tests.tiny_models import tokenizer
 
     class Processor(ProcessorMixin):
         def __init__(self) -> None:
@@ -199,12 +200,12 @@ FEATURES = {
 }
 
 
-def padded_trainer(name: str, file: str = "test_trainers.py") -> Column:
+def padded_trainer(name: str) -> Column:
     """A column of TRL's trainers that pad."""
-    test = f"patches/{file}::test_each_kind_of_model"
+    test = "patches/test_trainers.py::test_each_kind_of_model"
     of_dense = {"reward": "reward_checkpointing", "dpo": "dpo_*", "grpo": "grpo_*"}
     kinds = ("windows", *EXPERTS, "longrope", "hybrid", *(("encoder",) * (name == "reward")))
-    dense = f"patches/{file}::test_a_run_learns_what_the_padded_one_learns"
+    dense = "patches/test_trainers.py::test_a_run_learns_what_the_padded_one_learns"
     tests = {
         "dense": f"{dense}[{of_dense.get(name, name)}]",
         **each(f"{test}[{name}-{{}}]", families(*kinds)),
@@ -225,8 +226,8 @@ TRAINERS = {
     "DPO": padded_trainer("dpo"),
     "KTO": padded_trainer("kto"),
     "GRPO": padded_trainer("grpo"),
-    "RLOO": padded_trainer("rloo", "test_trl_trainers.py"),
-    "Distillation": padded_trainer("distillation", "test_trl_trainers.py"),
+    "RLOO": padded_trainer("rloo"),
+    "Distillation": padded_trainer("distillation"),
 }
 COLUMNS = {**FEATURES, **TRAINERS}
 ASKED = {

@@ -136,6 +136,15 @@ def _gradients_stay_on():
     assert on, "autograd was left off"
 
 
+@pytest.fixture
+def fresh_accelerate():
+    """accelerate as in a process that starts, and nothing of the test left in it."""
+    forget_accelerate = importlib.import_module("tests.contract_training").forget_accelerate
+    forget_accelerate()
+    yield
+    forget_accelerate()
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Two processes for the cases of all tests; what one case leaves behind, the next one finds."""

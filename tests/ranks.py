@@ -246,3 +246,19 @@ def join_by_gloo(rank: int, world: int, init_method: str) -> None:
         world_size=world,
         timeout=timedelta(seconds=COLLECTIVE_S),
     )
+
+
+# ---- in a case ----
+
+
+def world() -> int:
+    """The number of processes, also of one alone."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def of_all_ranks(mine: Any) -> list[Any]:
+    """What each has, by rank."""
+    every: list[Any] = [mine] * world()
+    if dist.is_initialized():
+        dist.all_gather_object(every, mine)
+    return every

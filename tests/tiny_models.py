@@ -10,15 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
-from torch import Tensor
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import (
     LlamaConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -94,6 +98,32 @@ def shared_model(kind: str, dtype=torch.float32, device: str = "cpu", head_dim: 
     """One model for many tests, which leave it unpatched, in eval mode and without gradients."""
     changes = {} if kind in KINDS else {"every_expert": dtype in (torch.bfloat16, torch.float16)}
     return new_model(kind, head_dim=head_dim, **changes).to(device=device, dtype=dtype)
+
+
+def lora(model: nn.Module) -> nn.Module:
+    """The model with adapters, which are not zero at first."""
+    import peft
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config)
+
+
+def tokenizer(padding_side: Literal["left", "right"] = "right") -> PreTrainedTokenizerFast:
+    """The word "t7" for token 7; a chat is its messages' words."""
+    words = {f"t{i}": i for i in range(VOCABULARY)}
+    inner = Tokenizer(WordLevel(words, unk_token="t1"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        unk_token="t1",
+        eos_token="t2",
+        pad_token="t0",
+        padding_side=padding_side,
+        chat_template="{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}",
+    )
 
 
 @cache

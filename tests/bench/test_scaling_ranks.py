@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from flexvarlen.bench.suites.training import ranks, ranks_child, scaling_ranks, sequence
 from flexvarlen.bench.suites.training.scaling_ranks_tables import efficiency_of
@@ -26,13 +24,6 @@ CPU = torch.device("cpu")
 CASES = {case.name: case for case in scaling_ranks.SUITE.cases(Options(CPU, quick=True))}
 
 
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def measured(name, variant, **changes):
     return ranks_child.measured(variant, replace(CASES[name], **changes), CPU)
 
@@ -42,7 +33,8 @@ def recorded(name, finding):
     return Record("scaling-ranks", case, finding.status, finding.reason, finding.measures, {})
 
 
-def test_two_ranks_learn_from_a_document_what_one_does(one_rank):
+@pytest.mark.usefixtures("process_group")
+def test_two_ranks_learn_from_a_document_what_one_does():
     """The launch, too: torchrun, the child, its file."""
     two = scaling_ranks.launch(CASES["sequence-2-one"], "sequence", CPU)
     assert two.status == "ok"
@@ -55,15 +47,22 @@ def test_two_ranks_learn_from_a_document_what_one_does(one_rank):
     assert "one document of 160 tokens over all GPUs" in text
 
 
-def test_both_trainers_take_the_same_steps(one_rank):
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(
+    ("name", "variants", "words"),
+    [
+        ("trainer-1", ("trainer", "sft"), ("a row of 96 tokens over all GPUs", "SFTTrainer | 1 ")),
+        ("training-1-shuffled", ("ddp", "fsdp2"), ()),
+    ],
+)
+def test_both_variants_take_the_same_steps(name, variants, words):
     with fresh_accelerate():
-        found = [Finding(name, *measured("trainer-1", name)) for name in ("trainer", "sft")]
+        found = [Finding(variant, *measured(name, variant)) for variant in variants]
     assert [each.status for each in found] == ["ok", "ok"]
-    for name in ("first_loss", "last_loss"):
-        assert found[0].measures[name] == pytest.approx(found[1].measures[name], rel=1e-5)
-    text = scaling_ranks.SUITE.section([recorded("trainer-1", each) for each in found])
-    assert "a row of 96 tokens over all GPUs" in text
-    assert "SFTTrainer | 1 " in text
+    for loss in ("first_loss", "last_loss"):
+        assert found[0].measures[loss] == pytest.approx(found[1].measures[loss], rel=1e-5)
+    text = scaling_ranks.SUITE.section([recorded(name, each) for each in found])
+    assert all(word in text for word in words)
 
 
 def test_a_rank_that_fails_is_reported():
@@ -106,13 +105,6 @@ def test_too_few_gpus(monkeypatch):
         scaling_ranks.launch(CASES["sequence-2-one"], "sequence", torch.device("cuda"))
 
 
-def test_ddp_and_fsdp2_take_the_same_steps(one_rank):
-    found = [measured("training-1-shuffled", variant) for variant in ("ddp", "fsdp2")]
-    assert [status for status, _, _ in found] == ["ok", "ok"]
-    for name in ("first_loss", "last_loss"):
-        assert found[0][2][name] == pytest.approx(found[1][2][name], rel=1e-5)
-
-
 def test_each_row_is_taken_once_in_either_order():
     lengths = [[90], [30, 30], [10] * 9, [50, 40]]
     for order in ("shuffled", "balanced"):
@@ -125,14 +117,14 @@ def test_each_row_is_taken_once_in_either_order():
 @pytest.mark.parametrize(
     ("name", "variant"), [("training-1-shuffled", "ddp"), ("sequence-1-one", "sequence")]
 )
-def test_a_loss_that_is_not_finite(one_rank, monkeypatch, name, variant):
+def test_a_loss_that_is_not_finite(process_group, monkeypatch, name, variant):
     monkeypatch.setattr(ranks, "LEARNING_RATE", 1e30)  # the first loss is still right
     status, reason, measures = measured(name, variant)
     assert (status, reason) == ("wrong", "a loss is not finite")
     assert "tokens_per_s" not in measures
 
 
-def test_a_sequence_that_learns_from_half_the_row_is_wrong(one_rank, monkeypatch):
+def test_a_sequence_that_learns_from_half_the_row_is_wrong(process_group, monkeypatch):
     pack = sequence.texts.pack
 
     def half(tokens, rows):
@@ -149,9 +141,9 @@ def test_a_sequence_that_learns_from_half_the_row_is_wrong(one_rank, monkeypatch
     assert "in the first step" in reason
 
 
-def test_a_row_over_two_ranks_is_timed_against_one():
-    """The launch; of a row whose documents all fit nothing is exchanged."""
-    found = scaling_ranks.launch(CASES["sequence-2-whole"], "sequence", CPU)
+def test_a_row_over_two_ranks_is_timed_against_one(ranks):
+    """Of a row whose documents all fit nothing is exchanged."""
+    found = Finding("sequence", *ranks.run(measured, "sequence-2-whole", "sequence")[0])
     assert found.status == "ok"
     assert found.measures["cut_documents"] == found.measures["exchanged_tokens"] == 0
     assert found.measures["efficiency"] > 0

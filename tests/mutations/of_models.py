@@ -176,14 +176,14 @@ MUTATIONS = (
         "patches/trainers.py",
         "values += value if isinstance(value, list | tuple) else ()",
         "pass",
-        "tests/patches/test_trl_trainers.py",
+        "tests/patches/test_trainers.py::test_each_model_is_found_once",
     ),
     Mutation(
         "trainers: completions of a prompt are shuffled apart",
         "patches/trainers.py",
         "shuffle = trainer._prepare_inputs, partial(_shuffled, size=size)",
         "shuffle = trainer._prepare_inputs, partial(_shuffled, size=1)",
-        "tests/patches/test_trl_trainers.py",
+        "tests/patches/test_trainers.py::test_completions_of_a_prompt_stay_together",
     ),
     Mutation(
         "shared rows: the examples that are left are counted by process",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
 
 import flexvarlen as fv
 
@@ -103,12 +102,6 @@ def test_a_pass_that_was_broken_off_begins_anew(rows):
     mine = sampler(rows, rank=0)
     first = next(iter(mine))
     assert next(iter(mine)) == first
-
-
-def test_a_loader_gives_the_rows(rows):
-    mine = sampler(rows, rank=2)
-    loader = DataLoader(range(len(rows)), batch_size=None, sampler=mine)
-    assert [int(row) for row in loader] == list(mine)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
 from flexvarlen.patches.models.families import FAMILIES
 from tests.contract_oracle import check_step
 from tests.contract_training import documents, recorded, settings
-from tests.tiny_models import new_model
+from tests.tiny_models import lora, new_model
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
-peft = pytest.importorskip("peft", reason="needs PEFT: pip install peft")
 
 DOCUMENTS = documents()[:6]
 ENDS = (0, 2, 4, 6)  # a row of two documents each
@@ -52,14 +51,6 @@ def rows(columns):
         }
         made.append({name: values[name] for name in ("input_ids", *columns)})
     return made
-
-
-def lora(model):
-    torch.manual_seed(3)
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
-    return peft.get_peft_model(model, config)
 
 
 def arguments_of(model, tmp_path, dataset, collator):

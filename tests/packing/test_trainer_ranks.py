@@ -1,11 +1,94 @@
-"""Packed rows in Trainer on two ranks: the steps of one process, each row once, and resumed."""
+"""Packed rows in Trainer on two ranks: the steps of one process, each row once, and resumed.
+
+Four rows are a step, of one process or of both.
+
+    STEP: the documents of each rank, and the mean of the ranks' losses.
+"""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from transformers import Trainer, TrainingArguments
 
-from tests.packing.trainer_ranks import RUNS, STOPS, dataset_of, examples, resumed, saved, trained
+import flexvarlen as fv
+from tests.contract_training import forget_accelerate, settings
+from tests.ranks import of_all_ranks, world
+from tests.tiny_models import VOCABULARY, new_model
+
+TOKENS, ROWS_PER_STEP = 64, 4
+ORDERED = {"train_sampling_strategy": "sequential"}
+DISPATCHED = {"accelerator_config": {"dispatch_batches": True}}
+SHARDED = {"accelerator_config": {"dispatch_batches": False}}
+RUNS = {
+    "random": {},
+    "balanced": ORDERED,
+    "balanced-dispatched": ORDERED | DISPATCHED,
+    "stream": {"max_steps": 4},  # which Trainer dispatches
+    "stream-sharded": {"max_steps": 4} | SHARDED,
+}
+# After which step a run is resumed. If a map-style dataset is dispatched, accelerate then skips
+# batches of one rank, where it should skip those of both.
+STOPS = {"random": 5, "balanced": 5, "stream": 2, "stream-sharded": 2}
+
+
+def examples():
+    """Documents that fill 16 rows, some by one and some by many."""
+    rng = np.random.default_rng(7)
+    lengths = [2, 2, 3, 4, 5, 6, 8, 8, 10, 16] * 8 + [30, 34] * 4 + [60] * 4
+    return [rng.integers(3, VOCABULARY, n).tolist() for n in lengths]
+
+
+def dataset_of(run):
+    if run.startswith("stream"):
+        return fv.StreamPacker(examples(), TOKENS, buffer=16)
+    balanced = ROWS_PER_STEP if run.startswith("balanced") else None
+    return fv.PackedDataset(examples(), TOKENS, rows_per_step=balanced)
+
+
+class SeeingTrainer(Trainer):
+    """Keeps the documents that it trains on, and their losses."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        tokens, positions = inputs["input_ids"][0], inputs["position_ids"][0]
+        starts = (positions == 0).nonzero().ravel().tolist()[1:]
+        parts = [part.tolist() for part in tokens.tensor_split(starts)]
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        documents = [part for part in parts if any(part)]  # not the padding
+        self.seen = [*getattr(self, "seen", ()), (documents, loss.item())]
+        return loss
+
+
+def trained(run, folder, checkpoint=None, **changes):
+    """STEPs of two epochs, or what follows on the checkpoint."""
+    forget_accelerate()
+    batch = ROWS_PER_STEP // world()
+    options = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": batch}
+    options |= {"optim": "adamw_torch", "logging_strategy": "no"}
+    trainer = SeeingTrainer(
+        fv.patch_model(new_model("qwen3"), "sdpa"),
+        TrainingArguments(**settings(folder, **options | RUNS[run] | changes)),
+        train_dataset=dataset_of(run),
+        data_collator=fv.PackedCollator(total_tokens=batch * TOKENS),
+    )
+    trainer.train(checkpoint)
+    ranks = of_all_ranks(trainer.seen)
+    return [
+        ([documents for documents, _ in step], sum(loss for _, loss in step) / world())
+        for step in zip(*ranks, strict=True)
+    ]
+
+
+def saved(name, folder):
+    """As `trained`, with checkpoints."""
+    return trained(name, folder, save_strategy="steps", save_steps=STOPS.get(name, 5))
+
+
+def resumed(name, folder):
+    """From a checkpoint of `saved`."""
+    return trained(name, folder, f"{folder}/checkpoint-{STOPS[name]}")
+
 
 EXAMPLES = sorted(examples())
 
@@ -17,7 +100,7 @@ def made(ranks, tmp_path_factory):
     return lambda name, case=saved: ranks.run(case, name, str(folder / name))[0]
 
 
-@pytest.mark.usefixtures("_accelerate_as_it_was")
+@pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("name", RUNS)
 def test_steps_are_those_of_one_process(made, name, tmp_path):
     steps, alone = made(name), trained(name, str(tmp_path))

@@ -1,4 +1,8 @@
-"""What a rank of test_documents.py does: its share of outputs and gradients."""
+"""What a rank of test_documents.py does.
+
+A SHARE is what it found: `tokens`, its indices in the row; `by_token`, what it has of these;
+`summed`, its part of what is summed over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -52,42 +56,59 @@ class Attention:
     compiled: bool = False
 
     def inputs(self):
-        """q, k, v and the cotangent of the whole row, sinks or None."""
+        """By name q, k, v and, if there are any, sinks; and the cotangent of the whole row."""
         generator = torch.Generator().manual_seed(0)
         heads, kv_heads = self.heads
         q, k, v, cotangent = (
             torch.randn(TOKENS, n, 16, generator=generator, dtype=torch.float64)
             for n in (heads, kv_heads, kv_heads, heads)
         )
-        sinks = torch.randn(heads, generator=generator, dtype=torch.float64)
-        return [q, k, v], cotangent, sinks if self.options.get("sinks") else None
+        leaves = {"q": q, "k": k, "v": v}
+        if self.options.get("sinks"):
+            leaves["sinks"] = torch.randn(heads, generator=generator, dtype=torch.float64)
+        return leaves, cotangent
 
-    def keywords(self, sinks):
-        return {"backend": "sdpa", **self.options} | ({} if sinks is None else {"sinks": sinks})
+    def attend(self, attention: Callable[..., Any], leaves: Any, layout: Any, **group: Any) -> Any:
+        sinks = {name: x for name, x in leaves.items() if name == "sinks"}
+        qkv = (leaves[name] for name in "qkv")
+        return attention(*qkv, layout, **{"backend": "sdpa", **self.options, **sinks, **group})
+
+    def alone(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """`by_token` and `summed` of one process."""
+        leaves, cotangent = self.inputs()
+        layout = fv.PackedLayout.from_lengths(ROWS[self.row], total_tokens=TOKENS)
+        for x in leaves.values():
+            x.requires_grad_()
+        out = self.attend(fv.packed_attention, leaves, layout)
+        return of_attention(out, leaves, cotangent)
 
     def share(self, group: Any) -> dict[str, Any]:
-        qkv, cotangent, sinks = self.inputs()
+        leaves, cotangent = self.inputs()
         of_mask = {name: x for name, x in self.options.items() if name in ("causal", "window")}
         here, layout = shard_of(ROWS[self.row], group, **of_mask | self.of_shard)
-        leaves = [x[here].requires_grad_() for x in qkv]
-        shared = [] if sinks is None else [sinks.requires_grad_()]
+        leaves = {
+            name: (x if name == "sinks" else x[here]).requires_grad_() for name, x in leaves.items()
+        }
 
-        def call(*leaves):
-            return documents_attention(*leaves, layout, group=group, **self.keywords(sinks))
+        def call(leaves):
+            return self.attend(documents_attention, leaves, layout, group=group)
 
         if self.compiled:
             torch._dynamo.reset()
             call = torch.compile(call, fullgraph=True, backend="aot_eager")
         seen = Collectives()
         with nullcontext() if self.compiled else seen:
-            out = call(*leaves)
-            gradients = torch.autograd.grad(out, [*leaves, *shared], cotangent[here])
-        return {
-            "tokens": here,
-            "out": out.detach(),
-            "gradients": gradients,
-            "collectives": seen.count,
-        }
+            by_token, summed = of_attention(call(leaves), leaves, cotangent[here])
+        found = {"tokens": here, "by_token": by_token, "summed": summed}
+        return found | {"collectives": seen.count}
+
+
+def of_attention(out: Any, leaves: Any, cotangent: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The output and the gradients by token, and the gradients of what all ranks have."""
+    gradients = torch.autograd.grad(out, [*leaves.values()], cotangent)
+    by_name = dict(zip(leaves, gradients, strict=True))
+    summed = {name: by_name.pop(name) for name in leaves if name == "sinks"}
+    return {"out": out.detach(), **by_name}, summed
 
 
 class Collectives(TorchDispatchMode):
@@ -174,7 +195,7 @@ class Model:
         return batch
 
     def share(self, group: Any) -> dict[str, Any]:
-        """Logits, loss and gradients of this rank; twice, to be bitwise equal."""
+        """A SHARE: logits, loss and gradients; found twice, to be bitwise equal."""
         model = called = self.new(sequence_parallel_group=group, deterministic=True)
         if self.wrapper == "ddp":  # whose mean over the ranks is a part of the sum, as FSDP's
             called = DistributedDataParallel(model, process_group=group)
@@ -195,7 +216,8 @@ class Model:
             found.append({"logits": out.logits.detach()[0], "loss": out.loss.detach(), **gradients})
         first, second = found
         same = self.wrapper == "ddp" or all(first[name].equal(second[name]) for name in first)
-        return {"found": first, "tokens": here, "same_bits": same}
+        by_token = {"logits": first.pop("logits")}
+        return {"tokens": here, "by_token": by_token, "summed": first, "same_bits": same}
 
 
 MODELS = (
@@ -227,12 +249,14 @@ def embedding_model():
 
 @torch.no_grad()
 def embedded(group: Any) -> dict[str, Any]:
-    """The hidden states of a rank's tokens."""
+    """The hidden states."""
     model = fv.patch_model(embedding_model(), "sdpa", sequence_parallel_group=group)
     numbered = batch_of(ROWS["long"]) | {"tokens": torch.arange(TOKENS)[None]}
     del numbered["labels"]
     shard = fv.shard_row(numbered, group, **fv.shard_options(model))
-    return {"tokens": shard.pop("tokens")[0], "hidden": model(**shard).last_hidden_state[0]}
+    here = shard.pop("tokens")[0]
+    by_token = {"hidden states": model(**shard).last_hidden_state[0]}
+    return {"tokens": here, "by_token": by_token, "summed": {}}
 
 
 def hybrid(kind: str, ranks: int, row: str, **arguments: Any) -> Model:

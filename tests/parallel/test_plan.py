@@ -129,14 +129,6 @@ def test_a_rank_has_one_piece_of_a_document_if_attention_is_bidirectional(length
         assert len({piece.document for piece in own}) == len(own)
 
 
-@ATTENTION
-@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
-def test_a_document_as_long_as_the_row_is_cut_into_equal_work(causal, ranks):
-    plan = planned([4096 * ranks], ranks, causal=causal)
-    assert [sum(p.tokens for p in own) for own in plan.pieces] == [4096] * ranks
-    assert excess(plan) < 1e-3
-
-
 @given(st.one_of(LENGTHS, st.lists(st.integers(0, 200_000), max_size=40)), RANKS)
 @example([92229, 186067, 186067], 2)
 def test_work_is_within_5_percent_of_the_mean(lengths, ranks):

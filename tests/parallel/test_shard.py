@@ -13,7 +13,6 @@ from flexvarlen.parallel.shard import shard_batch
 from tests.parallel.documents_rows import ROWS, TOKENS, TREES, batch_of, tree_samples
 
 ROW = batch_of(ROWS["long"])
-TREE = fv.PackedLayout.from_tree([60, 30, 30], parents=[-1, 0, 0])
 
 
 def layout_of(*lengths):
@@ -56,11 +55,6 @@ def layout_of(*lengths):
             ROW,
             {"method": "tokens"},
             "method must be one of 'documents', 'contiguous', got 'tokens'",
-        ),
-        (
-            {"packed_layout": TREE},
-            {},
-            "each tree must lie whole on one of the 2 ranks, of 60 tokens each, got one",
         ),
     ],
 )

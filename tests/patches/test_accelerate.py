@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from itertools import cycle
+from functools import partial
 
 import pytest
 import torch
 from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
 import flexvarlen as fv
 from tests import forms
-from tests.contract_oracle import Step, check_step, gradients_of
+from tests.contract_oracle import Step, check_step, gradients_of, snapshot
 from tests.oracle import assert_as_accurate
-from tests.tiny_models import documents, exact_and_baseline, new_model, one_by_one, one_row
+from tests.tiny_models import documents, exact_and_baseline, new_model, one_row
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 BATCH = one_row()
 PACKED = {"input_ids": BATCH.ids, "labels": BATCH.ids, **forms.given("position_ids", BATCH)}
@@ -25,14 +26,6 @@ FORMS = {
     "document_ids": {"input_ids": BATCH.ids, **forms.given("document_ids", BATCH)},
     "layout": {"input_ids": BATCH.ids, **forms.given("packed_layout", BATCH)},
 }
-
-
-@pytest.fixture(autouse=True)
-def _accelerate_as_it_was(monkeypatch):
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    AcceleratorState._reset_state(reset_partial_state=True)  # a Trainer of another file leaves one
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def close(ours, expected):
@@ -85,23 +78,30 @@ def one_hook(model, folder):
     return add_hook_to_module(model.model, ModelHook()) and model
 
 
-PLACES = {
-    place.__name__: place
-    for place in (on_one_device, half_on_disk, all_on_disk, in_memory, one_hook)
-}
-EMPTY = ("half_on_disk", "all_on_disk", "in_memory")  # weights come for a forward, and go
+def in_order(order, place):
+    """A model that `place` changes after it is patched, or before."""
+    model = new_model("qwen3")
+    if order == "patch_first":
+        return place(fv.patch_model(model, "sdpa"))
+    return fv.patch_model(place(model), "sdpa")
+
+
+ORDERS = pytest.mark.parametrize("order", ["patch_first", "place_first"])
+EMPTY = (half_on_disk, all_on_disk, in_memory)  # weights come for a forward, and go
 
 
 @pytest.mark.parametrize(
-    ("place", "order"), [*zip(PLACES, cycle(["patch_first", "place_first"]), strict=False)]
+    ("place", "order"),
+    [
+        (on_one_device, "patch_first"),
+        (half_on_disk, "place_first"),
+        (all_on_disk, "patch_first"),
+        (in_memory, "place_first"),
+        (one_hook, "patch_first"),
+    ],
 )
 def test_packs_and_generates_wherever_weights_are(place, order, tmp_path):
-    model = new_model("qwen3")
-    if order == "patch_first":
-        fv.patch_model(model, "sdpa")
-    model = PLACES[place](model, tmp_path)
-    if order == "place_first":
-        fv.patch_model(model, "sdpa")
+    model = in_order(order, partial(place, folder=tmp_path))
     assert (model.model.layers[1].mlp.up_proj.weight.device.type == "meta") == (place in EMPTY)
     check_packed(model)
     ids = BATCH.ids[:, 5:20]
@@ -113,48 +113,30 @@ def test_packs_and_generates_wherever_weights_are(place, order, tmp_path):
     check_packed(fv.patch_model(model, "sdpa"))
 
 
-@pytest.mark.parametrize("order", ["patch_first", "place_first"])
+@ORDERS
 def test_unpatching_leaves_the_hooks_of_accelerate(order, tmp_path):
-    model = new_model("qwen3")
-    if order == "patch_first":
-        fv.patch_model(model, "sdpa")
-    one_hook(model, tmp_path)
+    """Then they can be removed."""
     hooked = []
+
+    def noting(module, *args, **kwargs):
+        hooked.append(type(module).__name__)
+        return args, kwargs
+
+    model = in_order(order, partial(one_hook, folder=tmp_path))
     for module in (model, model.model):
-        module._hf_hook.pre_forward = lambda module, *args, **kwargs: (
-            hooked.append(type(module).__name__),
-            (args, kwargs),
-        )[1]
-    if order == "place_first":
-        fv.patch_model(model, "sdpa")
+        module._hf_hook.pre_forward = noting
     fv.unpatch_model(model)
     check_as_unpatched(model)
     assert hooked == ["Qwen3ForCausalLM", "Qwen3Model"]
-
-
-def patched_and_hooked(order, tmp_path):
-    """A model with accelerate's hook above or below our wrapper."""
-    model = new_model("qwen3")
-    if order == "patch_first":
-        fv.patch_model(model, "sdpa")
-    one_hook(model, tmp_path)
-    if order == "place_first":
-        fv.patch_model(model, "sdpa")
-    return model
-
-
-@pytest.mark.parametrize("order", ["patch_first", "place_first"])
-def test_hooks_are_removed_from_a_model_that_was_unpatched(order, tmp_path):
-    model = patched_and_hooked(order, tmp_path)
-    fv.unpatch_model(model)
     remove_hook_from_module(model, recurse=True)
     check_as_unpatched(model)
+    assert len(hooked) == 2
 
 
-@pytest.mark.parametrize("order", ["patch_first", "place_first"])
+@ORDERS
 def test_hooks_are_removed_from_a_patched_model(order, tmp_path):
     """accelerate gives back the forward that it found: ours, or the one before ours."""
-    model = patched_and_hooked(order, tmp_path)
+    model = in_order(order, partial(one_hook, folder=tmp_path))
     remove_hook_from_module(model, recurse=True)
     if order == "place_first":  # ours is gone with the hook
         fv.patch_model(model, "sdpa")
@@ -176,42 +158,39 @@ def test_a_model_loaded_onto_a_device_map(tmp_path):
         assert_as_accurate(model(**PACKED).logits[0], exact.logits, baseline.logits, 2)
 
 
-def test_learns_on_a_device_map(tmp_path):
-    model = on_one_device(fv.patch_model(new_model("qwen3"), "sdpa"), tmp_path).train()
-    weights = {name: x.clone() for name, x in model.state_dict().items()}
-    loss = model(**PACKED).loss
-    loss.backward()
-    step = Step(weights, loss.detach(), gradients_of(model))
-    check_step(step, new_model("qwen3"), [x.tolist() for x in documents()])
+# ---- training ----
 
 
-# ---- prepare ----
-
-
-@pytest.mark.parametrize("order", ["patch_first", "prepare_first"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_prepared_model_learns(precision, order):
-    accelerator = Accelerator(cpu=True, mixed_precision=precision)
-    model = new_model("qwen3").train()
-    if order == "patch_first":
-        fv.patch_model(model, "sdpa")
+def check_learns(model, backward, steps=1, *, autocast=False):
+    """Steps of SGD, each held against the documents one by one."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    if order == "prepare_first":
-        fv.patch_model(model, "sdpa")
-    assert fv.is_patched(model)
-    plain, low = new_model("qwen3"), precision == "bf16"
-    for _ in range(2):
-        weights = {name: x.clone() for name, x in model.state_dict().items()}
+    for _ in range(steps):
+        weights = snapshot(model)
         out = model(**PACKED)
         assert out.logits.dtype == torch.float32
-        accelerator.backward(out.loss)
+        backward(out.loss)
         step = Step(weights, out.loss.detach(), gradients_of(model))
-        check_step(step, plain, [x.tolist() for x in documents()], autocast=low)
+        ids = [x.tolist() for x in documents()]
+        check_step(step, new_model("qwen3"), ids, autocast=autocast)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_learns_on_a_device_map(tmp_path):
+    model = on_one_device(fv.patch_model(new_model("qwen3"), "sdpa"), tmp_path).train()
+    check_learns(model, torch.Tensor.backward)
+
+
+@ORDERS
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_prepared_model_learns(precision, order):
+    accelerator, low = Accelerator(cpu=True, mixed_precision=precision), precision == "bf16"
+    model = in_order(order, accelerator.prepare).train()
+    assert fv.is_patched(model)
+    check_learns(model, accelerator.backward, steps=2, autocast=low)
     fv.unpatch_model(model)
     assert model.config._attn_implementation == "sdpa"
+    plain = new_model("qwen3")
     plain.load_state_dict(model.state_dict())
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low):
         expected = plain.train()(BATCH.ids).logits.float()
@@ -219,23 +198,19 @@ def test_prepared_model_learns(precision, order):
 
 
 @pytest.mark.pairwise(
-    keep=[True, False], order=["patch_first", "prepare_first"], precision=["no", "bf16"]
+    keep=[True, False], order=["patch_first", "place_first"], precision=["no", "bf16"]
 )
 def test_unwrapped_model_still_packs(precision, order, keep):
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
-    model = new_model("qwen3")
-    if order == "patch_first":
-        model = accelerator.prepare(fv.patch_model(model, "sdpa"))
-    else:
-        model = fv.patch_model(accelerator.prepare(model), "sdpa")
+    model = in_order(order, accelerator.prepare)
     unwrapped = accelerator.unwrap_model(model, keep_fp32_wrapper=keep)
     with torch.no_grad():
-        loss = unwrapped(**PACKED).loss.item()
-        logits = unwrapped(**PACKED).logits[0]
-    oracle = one_by_one(new_model("qwen3"), BATCH.order)
+        out = unwrapped(**PACKED)
+    exact, _ = exact_and_baseline("qwen3", BATCH.order)
     low = precision == "bf16" and keep  # then logits are off by a tenth and more
-    torch.testing.assert_close(logits, oracle.logits, rtol=0, atol=0.5 if low else 1e-3)
-    assert loss == pytest.approx(oracle.loss.item(), rel=1e-2 if low else 1e-5)
+    expected = exact.logits.to(out.logits.dtype)
+    torch.testing.assert_close(out.logits[0], expected, rtol=0, atol=0.5 if low else 1e-3)
+    assert out.loss.item() == pytest.approx(exact.loss.item(), rel=1e-2 if low else 1e-5)
 
 
 def test_a_prepared_model_is_copied():

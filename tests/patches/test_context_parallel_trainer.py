@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import trl
-from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
@@ -49,12 +48,10 @@ def made_again(made):
 
 
 @pytest.fixture
-def _as_it_was():
+def _as_it_was(fresh_accelerate):
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def values(log):

@@ -74,7 +74,7 @@ def test_sft_of_trl(kind, tmp_path):
     ids = {"input_ids": [each["input_ids"] for each in examples(kind)]}
     sizes = {"max_steps": 1, "per_device_train_batch_size": 6}
     model = fv.patch_model(KINDS[kind].model(), "sdpa")
-    trainer, recorder, _ = sft(model, tmp_path, dataset=ids, **PADDING_FREE, **sizes)
+    trainer, recorder = sft(model, tmp_path, dataset=ids, **PADDING_FREE, **sizes)
     trainer.train()
     (step,) = recorder.steps
     assert_learned_alone(kind, step.loss, step.gradients)
