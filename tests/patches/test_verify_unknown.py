@@ -114,13 +114,16 @@ def runs(monkeypatch):
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [("persimmon", {}), ("phi", {}), ("gpt_neox", {}), ("gpt2", {}), ("granitemoe", EXPERTS)],
+    [
+        *((name, {}) for name in ("persimmon", "phi", "gpt_neox", "gpt2", "codegen", "gptj")),
+        ("granitemoe", EXPERTS),
+    ],
 )
 def test_a_type_that_is_right_runs_packed(model_type, changes):
-    runs_packed(unlisted(model_type, **changes))
-
-
-def runs_packed(model):
+    model = unlisted(model_type, **changes)
+    if not model._supports_attention_backend:  # codegen and gptj before transformers 5.24
+        refused(NotImplementedError, "attention interface", ALONE, verified(model))
+        return
     fv.patch_model(model, "sdpa", verify=True)
     ids = torch.arange(3, 15)[None]
     layout = fv.PackedLayout.from_lengths([5, 7])
@@ -153,11 +156,8 @@ def test_base_models_and_classifiers_are_checked_too(auto_class, runs):
     ("model_type", "option"),
     [
         ("llama", "attention_dropout"),
-        ("modernbert", "attention_dropout"),
         ("bert", "attention_probs_dropout_prob"),
         ("gpt2", "attn_pdrop"),
-        ("gpt_bigcode", "attn_pdrop"),
-        ("biogpt", "attention_probs_dropout_prob"),
     ],
 )
 def test_attention_dropout_by_its_name_in_the_config(model_type, option):
@@ -184,60 +184,87 @@ def verified(model):
     return lambda: fv.patch_model(model, "sdpa", verify=True)
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "codegen", "gptj", "falcon"])
-def test_a_model_with_an_attention_of_its_own_is_refused(model_type):
-    model = unlisted(model_type)
-    if model._supports_attention_backend:  # codegen and gptj from transformers 5.24 on
-        runs_packed(model)
-        return
-    refused(NotImplementedError, "attention interface", ALONE, verified(model))
-    assert not fv.is_patched(model)
+def narrow(name):
+    def change(model):
+        setattr(model.model.layers[1].mlp, name, torch.nn.Linear(1, 1))
+
+    return change
 
 
-@pytest.mark.parametrize("model_type", ["stablelm", "opt"])
-def test_layers_that_do_not_get_the_documents_are_refused(model_type):
-    """stablelm's layers get no **kwargs; OPT's head calls another module than its base model."""
-    model = unlisted(model_type)
-    words = r"pass \*\*kwargs.*got \w+ForCausalLM, which does not"
-    refused(NotImplementedError, words, ALONE, verified(model))
-    assert not fv.is_patched(model)
+def in_place(model):
+    """As CTRL scales its embeddings, which fails where gradients of these are asked for."""
+    model.model.embed_dropout = torch.nn.ReLU(inplace=True)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [
-        ("electra", "not causal"),
-        ("t5", "an encoder with a decoder"),
-        ("mamba", "state-space scan"),
-    ],
-)
-def test_what_is_no_causal_model_of_attention_is_refused(model_type, reason):
-    with pytest.raises(NotImplementedError, match=reason):
-        verified(unlisted(model_type, AutoModel))()
-
-
-def test_weights_must_be_loaded():
-    with torch.device("meta"):
-        model = unlisted("phi")
-    refused(NotImplementedError, "meta device", "load them", verified(model))
-
-
-def test_one_layer_with_an_attention_of_its_own_is_refused():
-    """It leaks nothing, as nothing of it reaches the outputs."""
-    model = unlisted("phi")
+def own_attention(model):
+    """Of one layer; it leaks nothing, as nothing of it reaches the outputs."""
     attention = model.model.layers[1].self_attn
     attention.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
-    message = refused(NotImplementedError, "attention layer", ALONE, verified(model))
-    assert "model.layers.1.self_attn" in message
 
 
-def test_positions_that_count_through_the_row_are_refused():
-    """They depend on no other document's tokens, so nothing leaks; but outputs are others."""
-    model = unlisted("phi")
+def count_through_the_row(model):
+    """Positions depend on no other document's tokens, so nothing leaks; but outputs are others."""
     rotary = model.model.rotary_emb
     real = rotary.forward
     rotary.forward = lambda x, position_ids: real(x, torch.arange(x.shape[1])[None] ** 2)
-    refused(NotImplementedError, "gives alone", ALONE, verified(model))
+
+
+def quantized(model):
+    model.hf_quantizer = SimpleNamespace(is_trainable=False)
+
+
+def detached(model):
+    model.lm_head.register_forward_hook(lambda module, args, output: output.detach())
+
+
+def phi(change, model_type="phi"):
+    """A model that is right but for a change."""
+    model = unlisted(model_type)
+    change(model)
+    return model
+
+
+def on_meta():
+    with torch.device("meta"):
+        return unlisted("phi")
+
+
+NO_DOCUMENTS = r"pass \*\*kwargs.*got \w+ForCausalLM, which does not"
+REFUSED = {
+    "bloom": (lambda: unlisted("bloom"), "attention interface", ALONE),
+    # stablelm's layers get no **kwargs; OPT's head calls another module than its base model.
+    "stablelm": (lambda: unlisted("stablelm"), NO_DOCUMENTS, ALONE),
+    "opt": (lambda: unlisted("opt"), NO_DOCUMENTS, ALONE),
+    "electra": (lambda: unlisted("electra", AutoModel), "not causal", ALONE),
+    "t5": (lambda: unlisted("t5", AutoModel), "an encoder with a decoder", ALONE),
+    "mamba": (lambda: unlisted("mamba", AutoModel), "state-space scan", ALONE),
+    "no weights": (on_meta, "meta device", "load them"),
+    "own attention": (lambda: phi(own_attention), r"attention layer.*model\.layers\.1", ALONE),
+    "positions of the row": (lambda: phi(count_through_the_row), "gives alone", ALONE),
+    "unpatched fails": (
+        lambda: phi(narrow("fc1")),
+        "on input_ids alone, .* RuntimeError .* 'mat1 and mat2",
+        ALONE,
+    ),
+    "packed fails": (
+        lambda: phi(narrow("gate_proj"), "llama"),
+        "on packed documents, .* RuntimeError .* 'mat1 and mat2",
+        ALONE,
+    ),
+    "in place": (lambda: phi(in_place), "on packed documents, .* RuntimeError .* in-place", ALONE),
+    "quantized": (lambda: phi(quantized), "differentiable", "before it is quantized"),
+    "no gradients": (lambda: phi(detached), "gradients", "backward"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_checked_is_refused_and_keeps_its_attention(case):
+    make, contract, remedy = REFUSED[case]
+    model = make()
+    before = model.config._attn_implementation
+    refused(NotImplementedError, contract, remedy, verified(model))
+    assert not fv.is_patched(model)
+    assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("model_class", [MeanForCausalLM, LateLeakForCausalLM])
@@ -327,51 +354,6 @@ def test_implementations_are_as_before():
     verified(model)()
     assert ALL_ATTENTION_FUNCTIONS["flexvarlen_doc"] is function
     assert model.get_experts_implementation() == experts
-
-
-def narrow_layer(model):
-    model.model.layers[1].mlp.fc1 = torch.nn.Linear(1, 1)
-
-
-def narrow_gate(model):
-    model.model.layers[1].mlp.gate_proj = torch.nn.Linear(1, 1)
-
-
-def without_name(model):
-    del model.model.layers[1].mlp.fc1
-
-
-def in_place(model):
-    """As CTRL scales its embeddings, which fails where gradients of these are asked for."""
-    model.model.embed_dropout = torch.nn.ReLU(inplace=True)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "broken", "words"),
-    [
-        ("phi", narrow_layer, "on input_ids alone, .* RuntimeError .* 'mat1 and mat2"),
-        ("phi", without_name, "on input_ids alone, .* AttributeError .* no attribute 'fc1'"),
-        ("llama", narrow_gate, "on packed documents, .* RuntimeError .* 'mat1 and mat2"),
-        ("phi", in_place, "on packed documents, .* RuntimeError .* in-place"),
-    ],
-)
-def test_a_model_that_does_not_run_keeps_its_attention(model_type, broken, words):
-    model = unlisted(model_type)
-    broken(model)
-    refused(NotImplementedError, words, ALONE, verified(model))
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_quantized_weights_must_have_gradients():
-    model = unlisted("phi")
-    model.hf_quantizer = SimpleNamespace(is_trainable=False)
-    refused(NotImplementedError, "differentiable", "before it is quantized", verified(model))
-
-
-def test_outputs_must_have_gradients():
-    model = unlisted("phi")
-    model.lm_head.register_forward_hook(lambda module, args, output: output.detach())
-    refused(NotImplementedError, "gradients", "backward", verified(model))
 
 
 def test_a_group_needs_a_model_that_has_passed(monkeypatch):
