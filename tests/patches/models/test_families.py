@@ -197,7 +197,7 @@ def test_by_the_plugin_name_alone(name):
 
 
 @pytest.mark.parametrize("name", [name for name in TEXT if name not in (*EXPERTS, *SCANS)])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_one_graph_for_any_documents(name):
     torch._dynamo.reset()
     model = fv.patch_model(new_model(name), on_the_cpu(name))

@@ -48,40 +48,25 @@ def test_boundary_off_by_one(model, batch):
     assert error.change > 1e-3
 
 
-def test_convolution_over_the_row(model, batch):
-    class ShortConv(nn.Module):
-        def __init__(self, channels):
-            super().__init__()
-            self.conv1d = nn.Conv1d(channels, channels, 3, groups=channels, padding=2)
+class ShortConv(nn.Module):
+    """Reaches two tokens back, over the row."""
 
-        def forward(self, x):
-            return x + self.conv1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+    def __init__(self, channels):
+        super().__init__()
+        self.conv1d = nn.Conv1d(channels, channels, 3, groups=channels, padding=2)
 
+    def forward(self, x):
+        return x + self.conv1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+
+
+def convolve_the_row(model):
     layer = model.model.layers[1]
     layer.mlp = nn.Sequential(layer.mlp, ShortConv(96))
-    error, where = blamed(model, batch)
-    assert where == ("forward", 1, "model.layers.1.mlp.1.conv1d", "convolution")
-    assert error.target == error.source + 1  # it reaches two tokens
 
 
-def test_embeddings_of_the_row(model, batch):
-    replace_output(model.model.embed_tokens, lambda x: x + x[:, -1:])
-    error, (direction, _, module, kind) = blamed(model, batch)
-    assert (direction, module, kind) == ("forward", "model.embed_tokens", "embeddings")
-    assert error.source == 4
-
-
-def test_leak_after_the_last_layer(model, batch):
-    replace_output(model.lm_head, lambda x: x + x[:, :1])
-    error, where = blamed(model, batch)
-    assert where == ("forward", None, "lm_head", "linear")
-    assert (error.source, error.target) == (0, 1)
-
-
-def test_leak_in_the_model_s_own_forward_is_no_layer_s(model, batch):
-    replace_output(model, lambda out: out.__class__(logits=out.logits + out.logits[:, :1]))
-    _, where = blamed(model, batch)
-    assert where == ("forward", None, "", "module")
+def first_logits(out):
+    """In the model's own forward, which is no layer's."""
+    return out.__class__(logits=out.logits + out.logits[:, :1])
 
 
 def leak(gradient, x):
@@ -90,26 +75,66 @@ def leak(gradient, x):
     return gradient
 
 
-@pytest.mark.parametrize(
-    ("part", "kind"),
-    [("self_attn.q_proj", "linear"), ("input_layernorm", "norm"), ("mlp", "MLP")],
-)
-def test_leak_in_the_backward_alone(model, batch, part, kind):
-    replace_output(model.model.layers[1].get_submodule(part), with_gradient(leak))
-    error, where = blamed(model, batch)
-    assert where == ("backward", 1, f"model.layers.1.{part}", kind)
-    assert (error.source, error.target) == (3, 0)
-    assert not verify_isolation(model, batch, gradients=False).gradients
+def depends_on_the_row(gradient, x):
+    """Scaled by what stands in the row: zero stays zero."""
+    return gradient * x[:, 4].mean()
 
 
-def test_gradient_that_depends_on_another_s_tokens(model, batch):
-    # The gradient is scaled by what stands in the row: zero stays zero
-    of_the_row = with_gradient(lambda gradient, x: gradient * x[:, 4].mean())
-    replace_output(model.model.layers[0].mlp.up_proj, of_the_row)
+def changed(path, change):
+    return lambda model: replace_output(model.get_submodule(path), change)
+
+
+LAYER = "model.layers.1"
+PLANTED = {
+    "a convolution": (
+        convolve_the_row,
+        ("forward", 1, f"{LAYER}.mlp.1.conv1d", "convolution"),
+        {(0, 1), (1, 2), (2, 3), (3, 4)},
+    ),
+    "embeddings": (
+        changed("model.embed_tokens", lambda x: x + x[:, -1:]),
+        ("forward", 0, "model.embed_tokens", "embeddings"),
+        {(4, document) for document in range(4)},
+    ),
+    "after the last layer": (
+        changed("lm_head", lambda x: x + x[:, :1]),
+        ("forward", None, "lm_head", "linear"),
+        {(0, 1)},
+    ),
+    "the model's own forward": (
+        changed("", first_logits),
+        ("forward", None, "", "module"),
+        {(0, 1)},
+    ),
+    **{
+        part: (
+            changed(f"{LAYER}.{part}", with_gradient(leak)),
+            ("backward", 1, f"{LAYER}.{part}", kind),
+            {(3, 0)},
+        )
+        for part, kind in (
+            ("self_attn.q_proj", "linear"),
+            ("input_layernorm", "norm"),
+            ("mlp", "MLP"),
+        )
+    },
+    "a gradient of other tokens": (
+        changed("model.layers.0.mlp.up_proj", with_gradient(depends_on_the_row)),
+        ("backward", 0, "model.layers.0.mlp.up_proj", "linear"),
+        {(0, document) for document in range(1, 5)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_a_planted_leak_is_blamed_on_where_it_was_planted(model, batch, case):
+    plant, place, pairs = PLANTED[case]
+    plant(model)
     error, where = blamed(model, batch)
-    assert where == ("backward", 0, "model.layers.0.mlp.up_proj", "linear")
-    assert error.source == 0
-    assert "with other tokens in document 0 alone" in str(error)
+    assert where == place
+    assert (error.source, error.target) in pairs
+    if error.direction == "backward":
+        assert not verify_isolation(model, batch, gradients=False).gradients
 
 
 @pytest.mark.parametrize("other", [range(1, 99), [1], [3], [4]], ids=["every", "1", "3", "4"])
@@ -266,4 +291,4 @@ def test_compiled_graph_is_tested_by_its_outputs(batch):
 def test_leak_in_a_compiled_graph(batch):
     model = build_model("llama@1")[0].eval()
     with pytest.raises(IsolationError):
-        verify_isolation(torch.compile(model, backend="eager"), batch)
+        verify_isolation(torch.compile(model, backend="eager"), batch, gradients=False)
