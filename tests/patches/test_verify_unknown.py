@@ -229,40 +229,35 @@ def on_meta():
         return unlisted("phi")
 
 
-NO_DOCUMENTS = r"pass \*\*kwargs.*got \w+ForCausalLM, which does not"
 REFUSED = {
-    "bloom": (lambda: unlisted("bloom"), "attention interface", ALONE),
+    "bloom": (lambda: unlisted("bloom"), "attention interface"),
     # stablelm's layers get no **kwargs; OPT's head calls another module than its base model.
-    "stablelm": (lambda: unlisted("stablelm"), NO_DOCUMENTS, ALONE),
-    "opt": (lambda: unlisted("opt"), NO_DOCUMENTS, ALONE),
-    "electra": (lambda: unlisted("electra", AutoModel), "not causal", ALONE),
-    "t5": (lambda: unlisted("t5", AutoModel), "an encoder with a decoder", ALONE),
-    "mamba": (lambda: unlisted("mamba", AutoModel), "state-space scan", ALONE),
-    "no weights": (on_meta, "meta device", "load them"),
-    "own attention": (lambda: phi(own_attention), r"attention layer.*model\.layers\.1", ALONE),
-    "positions of the row": (lambda: phi(count_through_the_row), "gives alone", ALONE),
-    "unpatched fails": (
-        lambda: phi(narrow("fc1")),
-        "on input_ids alone, .* RuntimeError .* 'mat1 and mat2",
-        ALONE,
-    ),
-    "packed fails": (
+    "stablelm": (lambda: unlisted("stablelm"), r"pass \*\*kwargs.*got StableLmForCausalLM, which"),
+    "opt": (lambda: unlisted("opt"), r"pass \*\*kwargs.*got OPTForCausalLM, which does not"),
+    "electra": (lambda: unlisted("electra", AutoModel), "not causal"),
+    "t5": (lambda: unlisted("t5", AutoModel), "an encoder with a decoder"),
+    "mamba": (lambda: unlisted("mamba", AutoModel), "state-space scan"),
+    "own attention": (lambda: phi(own_attention), r"attention layer.*model\.layers\.1"),
+    "positions of the row": (lambda: phi(count_through_the_row), "gives alone"),
+    "fails alone": (lambda: phi(narrow("fc1")), "on input_ids alone, .* RuntimeError .* 'mat1 and"),
+    "fails packed": (
         lambda: phi(narrow("gate_proj"), "llama"),
         "on packed documents, .* RuntimeError .* 'mat1 and mat2",
-        ALONE,
     ),
-    "in place": (lambda: phi(in_place), "on packed documents, .* RuntimeError .* in-place", ALONE),
+    "in place": (lambda: phi(in_place), "on packed documents, .* RuntimeError .* in-place"),
+    "no weights": (on_meta, "meta device", "load them"),
     "quantized": (lambda: phi(quantized), "differentiable", "before it is quantized"),
     "no gradients": (lambda: phi(detached), "gradients", "backward"),
 }
+"""How a model is made, what the sentence says of it, and what to do instead of `ALONE`."""
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_checked_is_refused_and_keeps_its_attention(case):
-    make, contract, remedy = REFUSED[case]
+    make, contract, *remedy = REFUSED[case]
     model = make()
     before = model.config._attn_implementation
-    refused(NotImplementedError, contract, remedy, verified(model))
+    refused(NotImplementedError, contract, *(remedy or [ALONE]), verified(model))
     assert not fv.is_patched(model)
     assert model.config._attn_implementation == before
 
@@ -284,39 +279,53 @@ def test_an_earlier_patch_is_put_back_after_a_leak():
     assert current_patch(model).arguments() == before
 
 
-@pytest.mark.parametrize("leaks", [False, True])
-def test_nothing_but_the_patch_changes(leaks):
+def everything_of(model):
+    """Tensors and random states by their values, and all else that a check could leave changed."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    others = (
+        {name: (id(x), x.requires_grad, id(x.grad)) for name, x in tensors.items()},
+        [(module.training, dict(module._forward_hooks)) for module in model.modules()],
+        (model.config.to_dict(), model.config._attn_implementation),
+        model.get_experts_implementation(),
+        ALL_ATTENTION_FUNCTIONS["flexvarlen_doc"],
+        (np.random.get_state()[1].tolist(), random.getstate()),
+    )
+    values = {name: x.detach().clone() for name, x in tensors.items()}
+    return {**values, "torch's random state": torch.get_rng_state()}, others
+
+
+def right_model():
     model = of_class(MeanForCausalLM, "unlisted")
-    if not leaks:
-        model.model.layers[1] = LlamaDecoderLayer(model.config, 1)
+    model.model.layers[1] = LlamaDecoderLayer(model.config, 1)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "leaks"),
+    [
+        (right_model, False),
+        (lambda: of_class(MeanForCausalLM, "unlisted"), True),
+        (lambda: unlisted("granitemoe", **EXPERTS), False),
+    ],
+    ids=["right", "leaks", "experts"],
+)
+def test_nothing_but_the_patch_changes(make, leaks):
+    model = make()
     model.train()
     model.model.layers[0].eval()
     model.lm_head.weight.requires_grad_(False)
     model.model.norm.weight.grad = torch.ones(48)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = {name: x.detach().clone() for name, x in tensors.items()}
-    flags = [(module.training, dict(module._forward_hooks)) for module in model.modules()]
-    grads = [(x.requires_grad, x.grad) for x in model.parameters()]
-    config = model.config.to_dict()
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    implementation = model.config._attn_implementation
+    values, others = everything_of(model)
     if leaks:
         with pytest.raises(fv.IsolationError):
             verified(model)()
         assert not fv.is_patched(model)
     else:
         fv.unpatch_model(verified(model)())
-    assert model.config._attn_implementation == implementation
-    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    assert torch.equal(states[0], after[0])
-    assert states[1:] == after[1:]
-    assert model.config.to_dict() == config
-    assert flags == [(module.training, dict(module._forward_hooks)) for module in model.modules()]
-    now = [(x.requires_grad, x.grad) for x in model.parameters()]
-    assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(grads, now, strict=True))
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    assert found.keys() == tensors.keys()
-    assert all(found[name] is x and torch.equal(x, values[name]) for name, x in tensors.items())
+    found, others_now = everything_of(model)
+    assert others_now == others
+    assert found.keys() == values.keys()
+    assert all(torch.equal(x, values[name]) for name, x in found.items())
 
 
 def test_a_kind_of_model_is_checked_once(runs):
@@ -326,6 +335,7 @@ def test_a_kind_of_model_is_checked_once(runs):
     verified(unlisted("phi"))()
     with fv.patched(model, "sdpa", verify=True, capacity=4):
         pass
+    assert current_patch(model).capacity is None  # the arguments of before
     assert fv.is_patched(copy.deepcopy(model))
     assert len(runs) == 2
     verified(unlisted("phi", num_hidden_layers=1))()
@@ -334,26 +344,9 @@ def test_a_kind_of_model_is_checked_once(runs):
     assert len(runs) == 6
 
 
-def test_what_was_patched_is_patched_again_with_its_arguments():
-    model = verified(unlisted("phi"))()
-    with fv.patched(model, "reference", verify=True):
-        pass
-    assert fv.is_patched(model)
-    model(input_ids=torch.arange(3, 10)[None])
-
-
 def test_a_listed_type_is_checked_if_asked_for(runs):
     verified(of_class(LlamaForCausalLM))()
     assert len(runs) == 2
-
-
-def test_implementations_are_as_before():
-    model = unlisted("granitemoe", **EXPERTS)
-    experts = model.get_experts_implementation()
-    function = ALL_ATTENTION_FUNCTIONS["flexvarlen_doc"]
-    verified(model)()
-    assert ALL_ATTENTION_FUNCTIONS["flexvarlen_doc"] is function
-    assert model.get_experts_implementation() == experts
 
 
 def test_a_group_needs_a_model_that_has_passed(monkeypatch):

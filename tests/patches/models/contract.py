@@ -8,7 +8,7 @@ model's dtype, with transformers' eager attention.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -34,13 +34,17 @@ from tests.tiny_models import (
     Outcome,
     config_of,
     documents,
-    exact_and_baseline,
     shared_model,
 )
 
 ENCODERS = [name for name, family in BY_TYPE.items() if family.task == "MaskedLM"]
 FIRST = {"bert": 0, "roberta": 2, "modernbert": 0}
 """The position of a document's first token, in each encoder."""
+
+
+def following(ids: Tensor) -> Tensor:
+    """`[L]`: the next token, and no label for the last one."""
+    return pad(ids[1:], (0, 1), value=-100)
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Text:
         return shared_model(self.family, **where)
 
     def mode(self, form: str) -> Form:
+        """Whether it trains, with checkpoints, on embeddings."""
         return self.forms[form]
 
     def batch(self, form: str) -> Batch:
@@ -78,12 +83,16 @@ class Text:
         return {"input_ids": batch.ids, **told, "labels": self.labels(batch)}
 
     def alone(self, form: str, **where: Any) -> tuple[Outcome, Outcome]:
-        """One by one: exactly, and the baseline."""
-        return exact_and_baseline(self.family, self.batch(form).order, **where)
+        """What the documents of a form give one by one: exactly, and the baseline."""
+        return _exact_and_baseline(self, self.batch(form).order, **where)
 
-    def of_documents(self, form: str, x: Tensor) -> Tensor:
-        """What `x`, `[B, S, …]`, holds at tokens of documents, in their order."""
-        return self.batch(form).of_documents(x)
+    def one_by_one(self, order: tuple[tuple[int, int], ...]) -> Iterator[dict[str, Any]]:
+        """The inputs of each document, by index and first position; a label for each logit."""
+        for index, first in order:
+            ids = documents()[index][None]
+            positions = torch.arange(first, first + ids.shape[1])[None]
+            given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+            yield {**given, "labels": following(ids[0])}
 
 
 @cache
@@ -103,6 +112,10 @@ def own_labels() -> tuple[Tensor, ...]:
 class LabelledText(Text):
     """An encoder's rows, some tokens with a label of their own."""
 
+    # No document of theirs goes on from another.
+    forms: ClassVar[dict[str, Any]] = {
+        name: form for name, form in Text.forms.items() if "at_position" not in name
+    }
     sample = (*Text.sample, "mask_of_ones", "left_padding_packed", "two_packed_rows")
 
     def labels(self, batch: Batch) -> Tensor:
@@ -116,11 +129,7 @@ class LabelledText(Text):
             inputs["position_ids"] = inputs["position_ids"] + FIRST[self.family]
         return inputs
 
-    def alone(self, form: str, **where: Any) -> tuple[Outcome, Outcome]:
-        return _exact_and_baseline(self, self.batch(form).order, **where)
-
-    def one_by_one(self, order: tuple[tuple[int, int], ...]) -> Iterator[dict[str, Tensor]]:
-        """The inputs of each document, whose labels are those of its own logits."""
+    def one_by_one(self, order: tuple[tuple[int, int], ...]) -> Iterator[dict[str, Any]]:
         for index, _ in order:
             yield {"input_ids": documents()[index][None], "labels": own_labels()[index]}
 
@@ -140,21 +149,16 @@ class Images(Text):
     def mode(self, form: str) -> Form:
         return Form((), train=form == "packed_layout")
 
+    def batch(self, form: str) -> Batch:
+        return images.ROW
+
     def inputs(self, form: str) -> dict[str, Any]:
         inputs = images.inputs_of(images.documents())
         return {**inputs, **self.forms[form](self.family), "labels": inputs["input_ids"]}
 
-    def alone(self, form: str, **where: Any) -> tuple[Outcome, Outcome]:
-        return _exact_and_baseline(self, (), **where)
-
-    def one_by_one(self, order: Sequence[Any]) -> Iterator[dict[str, Tensor]]:
-        """The inputs of each document, and the label that each of its logits foretells."""
+    def one_by_one(self, order: tuple[tuple[int, int], ...]) -> Iterator[dict[str, Any]]:
         for document in images.documents():
-            following = pad(document.ids[1:], (0, 1), value=-100)
-            yield {**images.inputs_of([document]), "labels": following}
-
-    def of_documents(self, form: str, x: Tensor) -> Tensor:
-        return x[0]
+            yield {**images.inputs_of([document]), "labels": following(document.ids)}
 
 
 DECODERS = [name for name in BY_TYPE if name not in (*ENCODERS, *KINDS)]
@@ -198,14 +202,17 @@ def moved(inputs: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 @cache
-def _exact_and_baseline(case: Any, order: tuple[Any, ...], **where: Any) -> tuple[Outcome, Outcome]:
+def _exact_and_baseline(
+    case: Text, order: tuple[Any, ...], **where: Any
+) -> tuple[Outcome, Outcome]:
     model = copy.deepcopy(case.model(**where))
+    model.set_attn_implementation("eager")
     with plain_recurrences(model):
         baseline = _outcome(model, case.one_by_one(order))
         return _outcome(model.double(), case.one_by_one(order)), baseline
 
 
-def _outcome(model: nn.Module, one_by_one: Iterator[dict[str, Tensor]]) -> Outcome:
+def _outcome(model: nn.Module, one_by_one: Iterator[dict[str, Any]]) -> Outcome:
     """Each document in a forward of its own; the loss is the mean over all labels."""
     logits, losses, count = [], [], 0
     for document in one_by_one:
@@ -236,7 +243,7 @@ def check(case: Text, backend: str, form: str, **where: Any) -> None:
         out = model(**inputs)
         out.loss.backward()
         gradients = gradients_of(model)
-    logits = case.of_documents(form, out.logits.detach())
+    logits = case.batch(form).of_documents(out.logits.detach())
     assert_as_accurate(logits, exact.logits, baseline.logits, 2, "logits")
     # A token's loss moves at most twice as far as its logits.
     apart = 2 * (logits.double() - exact.logits).abs().max().item()

@@ -102,12 +102,6 @@ def test_packed_row_leaks_with_default_use_cache(name, module, kind):
     assert ("both cu_seq_lens_q, for scans, and seq_idx" in str(error)) == (name in RECURRENT)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_packed_row_without_a_cache_passes(name):
-    report = verify_isolation(model_of(name), packed() | {"use_cache": False})
-    assert (report.num_docs, report.layers, report.gradients) == (5, 2, "bits")
-
-
 @pytest.mark.parametrize("name", RECURRENT)
 def test_state_runs_over_the_row_also_without_a_cache(name):
     """Also where the batch numbers its documents in seq_idx, which no plain kernel reads."""

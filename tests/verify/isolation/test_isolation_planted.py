@@ -1,6 +1,5 @@
 """Leaks planted in a model that has none: each is found, and blamed on where it was planted."""
 
-import copy
 import itertools
 
 import pytest
@@ -48,20 +47,20 @@ def test_boundary_off_by_one(model, batch):
     assert error.change > 1e-3
 
 
-class ShortConv(nn.Module):
-    """Reaches two tokens back, over the row."""
+def test_convolution_over_the_row(model, batch):
+    class ShortConv(nn.Module):
+        def __init__(self, channels):
+            super().__init__()
+            self.conv1d = nn.Conv1d(channels, channels, 3, groups=channels, padding=2)
 
-    def __init__(self, channels):
-        super().__init__()
-        self.conv1d = nn.Conv1d(channels, channels, 3, groups=channels, padding=2)
+        def forward(self, x):
+            return x + self.conv1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
 
-    def forward(self, x):
-        return x + self.conv1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
-
-
-def convolve_the_row(model):
     layer = model.model.layers[1]
     layer.mlp = nn.Sequential(layer.mlp, ShortConv(96))
+    error, where = blamed(model, batch)
+    assert where == ("forward", 1, "model.layers.1.mlp.1.conv1d", "convolution")
+    assert error.target == error.source + 1  # it reaches two tokens
 
 
 def first_logits(out):
@@ -75,65 +74,34 @@ def leak(gradient, x):
     return gradient
 
 
-def depends_on_the_row(gradient, x):
-    """Scaled by what stands in the row: zero stays zero."""
+def scale(gradient, x):
+    """By what stands in the row: zero stays zero."""
     return gradient * x[:, 4].mean()
 
 
-def changed(path, change):
-    return lambda model: replace_output(model.get_submodule(path), change)
-
-
 LAYER = "model.layers.1"
-PLANTED = {
-    "a convolution": (
-        convolve_the_row,
-        ("forward", 1, f"{LAYER}.mlp.1.conv1d", "convolution"),
-        {(0, 1), (1, 2), (2, 3), (3, 4)},
-    ),
-    "embeddings": (
-        changed("model.embed_tokens", lambda x: x + x[:, -1:]),
-        ("forward", 0, "model.embed_tokens", "embeddings"),
-        {(4, document) for document in range(4)},
-    ),
-    "after the last layer": (
-        changed("lm_head", lambda x: x + x[:, :1]),
-        ("forward", None, "lm_head", "linear"),
-        {(0, 1)},
-    ),
-    "the model's own forward": (
-        changed("", first_logits),
-        ("forward", None, "", "module"),
-        {(0, 1)},
-    ),
-    **{
-        part: (
-            changed(f"{LAYER}.{part}", with_gradient(leak)),
-            ("backward", 1, f"{LAYER}.{part}", kind),
-            {(3, 0)},
-        )
-        for part, kind in (
-            ("self_attn.q_proj", "linear"),
-            ("input_layernorm", "norm"),
-            ("mlp", "MLP"),
-        )
-    },
-    "a gradient of other tokens": (
-        changed("model.layers.0.mlp.up_proj", with_gradient(depends_on_the_row)),
-        ("backward", 0, "model.layers.0.mlp.up_proj", "linear"),
-        {(0, document) for document in range(1, 5)},
-    ),
-}
 
 
-@pytest.mark.parametrize("case", PLANTED)
-def test_a_planted_leak_is_blamed_on_where_it_was_planted(model, batch, case):
-    plant, place, pairs = PLANTED[case]
-    plant(model)
+@pytest.mark.parametrize(
+    ("change", "direction", "layer", "module", "kind", "source"),
+    [
+        (lambda x: x + x[:, -1:], "forward", 0, "model.embed_tokens", "embeddings", 4),
+        (lambda x: x + x[:, :1], "forward", None, "lm_head", "linear", 0),
+        (first_logits, "forward", None, "", "module", 0),
+        (with_gradient(leak), "backward", 1, f"{LAYER}.self_attn.q_proj", "linear", 3),
+        (with_gradient(leak), "backward", 1, f"{LAYER}.input_layernorm", "norm", 3),
+        (with_gradient(leak), "backward", 1, f"{LAYER}.mlp", "MLP", 3),
+        (with_gradient(scale), "backward", 1, f"{LAYER}.mlp.up_proj", "linear", 0),
+    ],
+)
+def test_the_module_that_leaks_is_named(
+    model, batch, change, direction, layer, module, kind, source
+):
+    replace_output(model.get_submodule(module), change)
     error, where = blamed(model, batch)
-    assert where == place
-    assert (error.source, error.target) in pairs
-    if error.direction == "backward":
+    assert where == (direction, layer, module, kind)
+    assert error.source == source
+    if direction == "backward":
         assert not verify_isolation(model, batch, gradients=False).gradients
 
 
@@ -202,29 +170,7 @@ def test_end_of_document_tokens_stay(model):
     assert {row[5] for row in seen} > {2}  # nothing else is there to replace
 
 
-# ---- what it leaves behind ----
-
-
-def test_mode_gradients_random_state_and_buffers_are_as_before(batch):
-    model, _ = build_model("llama")
-    model.config.attention_dropout = 0.0
-    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.5))
-    model.model.layers[0].register_buffer("calls", torch.zeros(()))
-    model.model.layers[0].register_forward_hook(lambda m, a, o: m.calls.add_(1) and None)
-    fv.patch_model(model, "sdpa").train()
-    model.model.layers[1].eval()
-    modes = [module.training for module in model.modules()]
-    weights = copy.deepcopy(model.state_dict())
-    state = torch.get_rng_state()
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    report = verify_isolation(model, batch)
-    assert (report.gradients, report.training) == ("bits", True)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [module.training for module in model.modules()] == modes
-    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
-    assert torch.is_grad_enabled()
+# ---- what it leaves behind; modes and random states: test_isolation_trainer.py ----
 
 
 def test_cache_in_the_batch_stays_empty(batch):
