@@ -79,7 +79,7 @@ class Text:
     def inputs(self, form: str) -> dict[str, Any]:
         """The keywords of a forward, labels too."""
         batch, (given, *beside) = self.batch(form), self.forms[form].given
-        told = {**batch_forms.given(given, batch, *beside), **self.forms[form].others()}
+        told = batch_forms.given(given, batch, *beside)
         return {"input_ids": batch.ids, **told, "labels": self.labels(batch)}
 
     def alone(self, form: str, **where: Any) -> tuple[Outcome, Outcome]:

@@ -172,7 +172,7 @@ def test_by_the_plugin_name_alone(name):
     """What reaches a layer is enough, or it is refused, however documents are given."""
     model, case = shared_model(name), CASES[name]
     # BERT embeds its positions before any layer is called; ModernBERT's layers get none.
-    given = ("restarting_position_ids", "cu_seq_lens_alone", "packed_layout")
+    given = ("default_use_cache", "cu_seq_lens_alone", "packed_layout")
     rows = [
         {**case.inputs(form), "labels": None, "use_cache": False}
         for form in (given if name in ENCODERS else given[:1])
