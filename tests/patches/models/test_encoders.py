@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModel, AutoModelForTokenClassification, BertModel, Gemma3TextModel
 
 import flexvarlen as fv
+from flexvarlen.measure import watch_compilation
 from tests.oracle import assert_as_accurate
 from tests.patches.models.contract import CASES, ENCODERS
 from tests.tiny_models import LENGTHS, config_of, documents, new_model, one_row
@@ -48,9 +49,9 @@ def test_roberta_takes_a_collators_positions():
 # ---- what pools the row ----
 
 
-def bert():
+def bert(**changes):
     torch.manual_seed(0)
-    return AutoModel.from_config(config_of("bert")).eval()
+    return AutoModel.from_config(config_of("bert", **changes)).eval()
 
 
 def test_the_pooler_reads_the_first_document_alone():
@@ -67,18 +68,22 @@ def test_the_pooler_reads_the_first_document_alone():
     torch.testing.assert_close(packed.last_hidden_state[0], hidden, atol=1e-4, rtol=1e-4)
 
 
-def test_pooler_in_a_compiled_graph():
+def test_one_graph_pools_any_documents():
     """A graph pools each slot of the layout."""
     torch._dynamo.reset()
-    batch, model = one_row(), bert()
-    lengths = batch.cu_seqlens.diff().tolist()
-    layout = fv.PackedLayout.from_lengths(lengths, capacity=8)
-    with torch.no_grad():
-        eager = fv.patch_model(model, "sdpa")(batch.ids, packed_layout=layout).pooler_output
-        compiled = torch.compile(model, fullgraph=True, backend="eager")
-        pooled = compiled(batch.ids, packed_layout=layout).pooler_output
-    assert pooled.shape == (8, eager.shape[1])
-    torch.testing.assert_close(pooled[: len(lengths)], eager)
+    model, ids = fv.patch_model(bert(num_hidden_layers=1), "sdpa"), one_row().ids
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    sizes = {"total_tokens": 256, "capacity": 8, "max_seqlen_bound": 256}
+    with watch_compilation() as stats, torch.no_grad():
+        for lengths in (LENGTHS, (256,), (100, 60, 7)):
+            layout = fv.PackedLayout.from_lengths(lengths, **sizes)
+            found, expected = (m(ids, packed_layout=layout) for m in (compiled, model))
+            pooled, real = found.pooler_output, layout.real_tokens()
+            assert pooled.shape == (8, expected.pooler_output.shape[1])
+            torch.testing.assert_close(pooled[: len(lengths)], expected.pooler_output)
+            hidden = (x.last_hidden_state[0, real] for x in (found, expected))
+            torch.testing.assert_close(*hidden, atol=1e-4, rtol=1e-4)
+    assert (stats.compilations, stats.graph_breaks) == (1, 0)
 
 
 def test_pooled_row_in_a_tuple():

@@ -31,7 +31,7 @@ from tests.patches.models.contract import (
 from tests.tiny_models import LENGTHS, new_model, one_row, shared_model
 
 IMAGES = [name for name in CASES if name.endswith("images")]
-TEXT = [*ENCODERS, *DECODERS]
+TEXT = [*DECODERS, *ENCODERS]
 # On a CPU their scans break the graph: see forward/test_recurrent_layers.py.
 SCANS = [name for name, x in BY_TYPE.items() if "delta rule" in x.has or "Mamba-2" in x.has]
 EXPERTS = [name for name, family in BY_TYPE.items() if "experts" in family.has]
@@ -199,6 +199,7 @@ def test_by_the_plugin_name_alone(name):
 @pytest.mark.parametrize("name", [name for name in TEXT if name not in (*EXPERTS, *SCANS)])
 @pytest.mark.sampled(2)
 def test_one_graph_for_any_documents(name):
+    """Of encoders by default: test_encoders.py."""
     torch._dynamo.reset()
     model = fv.patch_model(new_model(name), on_the_cpu(name))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
