@@ -197,9 +197,9 @@ def test_by_the_plugin_name_alone(name):
 
 
 @pytest.mark.parametrize("name", [name for name in TEXT if name not in (*EXPERTS, *SCANS)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_one_graph_for_any_documents(name):
-    """Of encoders by default: test_encoders.py."""
+    """Others by default: test_encoders.py, test_kinds.py and forward/test_compiled_models.py."""
     torch._dynamo.reset()
     model = fv.patch_model(new_model(name), on_the_cpu(name))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
