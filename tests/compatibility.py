@@ -67,8 +67,6 @@ RANKS: dict[str, Any] = {"sequence_parallel_group": object()}
 
 ON_ROWS = "patches/forward/test_packed_models.py::test_packed_equals_one_by_one"
 ON_FAMILIES = "patches/models/test_families.py::"
-ON_IMAGES = "patches/models/test_vision_families.py::"
-ON_ENCODERS = "patches/models/test_encoders.py::"
 ON_ROUTER = "patches/forward/test_router_logits.py::"
 ON_RANKS = "parallel/test_documents.py::test_a_model_trains_as_on_the_whole_row"
 
@@ -113,11 +111,10 @@ FEATURES = {
             "MoE, router loss": ON_ROUTER
             + "test_loss_and_gradients_are_those_of_the_documents[mixtral-cu_seq_lens]",
             **each(
-                ON_FAMILIES + "test_packed_equals_one_by_one[left_padding_packed-{}]",
-                families("longrope", "hybrid"),
+                ON_FAMILIES + "test_packed_equals_one_by_one[all_at_once-{}]",
+                families("longrope", "hybrid", "encoder"),
             ),
-            "encoder": ON_ENCODERS + "test_packed_equals_one_by_one[modernbert-*]",
-            "images": ON_IMAGES + "test_packed_equals_one_by_one[qwen2_5_vl-*]",
+            "images": ON_FAMILIES + "test_packed_equals_one_by_one[*-qwen2_5_vl, images]",
         },
     ),
     "unpad": Column(
@@ -158,8 +155,10 @@ FEATURES = {
             "windows": "patches/forward/test_compiled_models.py::"
             "test_one_graph_for_any_documents[*]",
             "MoE, router loss": ON_ROUTER + "test_in_one_graph[mixtral-*]",
-            "longrope": ON_FAMILIES + "test_one_graph_for_any_documents[phi3]",
-            "encoder": ON_ENCODERS + "test_one_graph_for_any_documents[modernbert]",
+            **each(
+                ON_FAMILIES + "test_one_graph_for_any_documents[{}]",
+                families("longrope", "encoder"),
+            ),
             "images": "patches/test_kinds.py::test_layers_compiled_one_by_one",
             "hybrid": "patches/forward/test_recurrent_layers.py::"
             "test_compiled_with_breaks_at_the_loop[qwen3_5_text]",
@@ -194,7 +193,7 @@ FEATURES = {
                 ON_FAMILIES + "test_generates_as_the_unpatched_model[{}]",
                 families("longrope", "hybrid"),
             ),
-            "images": ON_IMAGES + "test_generates_from_images_as_the_unpatched_model[qwen2_5_vl]",
+            "images": ON_FAMILIES + "test_generates_as_the_unpatched_model[qwen2_5_vl, images]",
         },
     ),
 }

@@ -1,8 +1,8 @@
 """The verified model families, and what each needs.
 
 Verified means that outputs and gradients of a packed batch equal those of single documents, on
-every backend that can serve the layers (tests/patches/models/test_families.py, test_encoders.py and
-test_vision_families.py; `flexvarlen bench families` makes the matrix).
+every backend that can serve the layers (tests/patches/models/test_families.py; `flexvarlen bench
+families` makes the matrix).
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ MUTATIONS = (
         "patches/models/families.py",
         "by_name_alone=False,  # positions are embedded before any layer sees the documents",
         "by_name_alone=True,",
-        "tests/patches/models/test_encoders.py",
+        "tests/patches/models/test_families.py::test_by_the_plugin_name_alone",
     ),
     Mutation(
         "trainers: models in lists are left padded",

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests import forms
 from tests.patches.forward import test_router_logits as router
-from tests.patches.models import test_encoders as encoders
-from tests.patches.models import test_vision_families as vision
-from tests.tiny_models import documents, exact_and_baseline, new_model, one_row
+from tests.patches.models.contract import CASES, Text, own_labels
+from tests.tiny_models import documents, new_model, one_row
 
 
 @dataclass(frozen=True)
@@ -26,10 +24,18 @@ class Kind:
     Attributes:
         family: of the tiny model, a name of `tests/tiny_models.py`.
         changes: of its config.
+        images: whether it gets any.
     """
 
     family: str
     changes: dict[str, Any] = field(default_factory=dict)
+    images: bool = False
+
+    @property
+    def case(self) -> Text:
+        """What it gets, and what that gives one by one."""
+        name = f"{self.family}, images" if self.images else self.family
+        return CASES.get(name, Text(self.family))
 
     def model(self) -> Any:
         """A new unpatched one, in fp64 and train mode."""
@@ -43,7 +49,7 @@ KINDS = {
     "MoE, router loss": Kind("mixtral", ROUTER_LOSS),
     "longrope": Kind("phi3"),
     "encoder": Kind("modernbert"),
-    "images": Kind("qwen2_5_vl"),
+    "images": Kind("qwen2_5_vl", images=True),
     "hybrid": Kind("qwen3_5_text"),
 }
 CAUSAL_TEXT = tuple(kind for kind in KINDS if kind not in ("encoder", "images"))
@@ -51,35 +57,25 @@ CAUSAL_TEXT = tuple(kind for kind in KINDS if kind not in ("encoder", "images"))
 
 def examples(kind: str) -> list[dict[str, Any]]:
     """The documents, as a dataset of text has them."""
-    if kind == "encoder":
-        pairs = zip(documents(), encoders.labels(), strict=True)
-        return [{"input_ids": ids.tolist(), "labels": own.tolist()} for ids, own in pairs]
-    return [{"input_ids": ids.tolist(), "labels": ids.tolist()} for ids in documents()]
+    labels = own_labels() if kind == "encoder" else documents()
+    pairs = zip(documents(), labels, strict=True)
+    return [{"input_ids": ids.tolist(), "labels": own.tolist()} for ids, own in pairs]
 
 
 def row_of(kind: str) -> dict[str, Any]:
     """All documents in one row, and their labels: the keywords of a forward."""
-    if kind == "images":
-        inputs = vision.inputs_of(vision.documents(), torch.float64)
-        return {**inputs, "labels": inputs["input_ids"], "packed_layout": vision.layout()}
-    batch = one_row()
-    labels = encoders.labels_of(batch) if kind == "encoder" else batch.ids
-    return {"input_ids": batch.ids, "labels": labels, **forms.given("packed_layout", batch)}
+    inputs = KINDS[kind].case.inputs("packed_layout")
+    floating = {name: x.double() for name, x in inputs.items() if name == "pixel_values"}
+    return {**inputs, **floating}
 
 
 def alone(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of the unpatched model, each document in a forward of its own."""
-    family, order = KINDS[kind].family, one_row().order
     if kind == "MoE, router loss":
-        loss, _, gradients = router.apart(family, one_row())
-    elif kind == "images":
-        _, loss, gradients, _ = vision.one_by_one(family, torch.float64)
-    elif kind == "encoder":
-        (_, loss, gradients), _ = encoders.exact_and_baseline(family, order)
-    else:
-        exact, _ = exact_and_baseline(family, order)
-        loss, gradients = exact.loss, exact.gradients
-    return loss, gradients
+        loss, _, gradients = router.apart(KINDS[kind].family, one_row())
+        return loss, gradients
+    exact, _ = KINDS[kind].case.alone("packed_layout")
+    return exact.loss, exact.gradients
 
 
 def assert_learned_alone(
@@ -92,8 +88,3 @@ def assert_learned_alone(
     for name, gradient in gradients.items():
         error = (gradient - times * each[name]).norm()
         assert error <= 1e-4 * times * each[name].norm() + 1e-7, f"{name} is off by {error}"
-
-
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Those that there are."""
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -11,15 +11,9 @@ from accelerate.utils import compile_regions
 from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
+from tests.contract_oracle import gradients_of
 from tests.contract_training import recorded, settings
-from tests.patches.kinds import (
-    CAUSAL_TEXT,
-    KINDS,
-    assert_learned_alone,
-    examples,
-    gradients_of,
-    row_of,
-)
+from tests.patches.kinds import CAUSAL_TEXT, KINDS, assert_learned_alone, examples, row_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:flexvarlen. recurrent layers run one document after another"

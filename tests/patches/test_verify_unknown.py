@@ -114,13 +114,16 @@ def runs(monkeypatch):
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [("persimmon", {}), ("phi", {}), ("gpt_neox", {}), ("gpt2", {}), ("granitemoe", EXPERTS)],
+    [
+        *((name, {}) for name in ("persimmon", "phi", "gpt_neox", "gpt2", "codegen", "gptj")),
+        ("granitemoe", EXPERTS),
+    ],
 )
 def test_a_type_that_is_right_runs_packed(model_type, changes):
-    runs_packed(unlisted(model_type, **changes))
-
-
-def runs_packed(model):
+    model = unlisted(model_type, **changes)
+    if not model._supports_attention_backend:  # codegen and gptj before transformers 5.24
+        refused(NotImplementedError, "attention interface", ALONE, verified(model))
+        return
     fv.patch_model(model, "sdpa", verify=True)
     ids = torch.arange(3, 15)[None]
     layout = fv.PackedLayout.from_lengths([5, 7])
@@ -153,11 +156,8 @@ def test_base_models_and_classifiers_are_checked_too(auto_class, runs):
     ("model_type", "option"),
     [
         ("llama", "attention_dropout"),
-        ("modernbert", "attention_dropout"),
         ("bert", "attention_probs_dropout_prob"),
         ("gpt2", "attn_pdrop"),
-        ("gpt_bigcode", "attn_pdrop"),
-        ("biogpt", "attention_probs_dropout_prob"),
     ],
 )
 def test_attention_dropout_by_its_name_in_the_config(model_type, option):
@@ -184,60 +184,82 @@ def verified(model):
     return lambda: fv.patch_model(model, "sdpa", verify=True)
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "codegen", "gptj", "falcon"])
-def test_a_model_with_an_attention_of_its_own_is_refused(model_type):
-    model = unlisted(model_type)
-    if model._supports_attention_backend:  # codegen and gptj from transformers 5.24 on
-        runs_packed(model)
-        return
-    refused(NotImplementedError, "attention interface", ALONE, verified(model))
-    assert not fv.is_patched(model)
+def narrow(name):
+    def change(model):
+        setattr(model.model.layers[1].mlp, name, torch.nn.Linear(1, 1))
+
+    return change
 
 
-@pytest.mark.parametrize("model_type", ["stablelm", "opt"])
-def test_layers_that_do_not_get_the_documents_are_refused(model_type):
-    """stablelm's layers get no **kwargs; OPT's head calls another module than its base model."""
-    model = unlisted(model_type)
-    words = r"pass \*\*kwargs.*got \w+ForCausalLM, which does not"
-    refused(NotImplementedError, words, ALONE, verified(model))
-    assert not fv.is_patched(model)
+def in_place(model):
+    """As CTRL scales its embeddings, which fails where gradients of these are asked for."""
+    model.model.embed_dropout = torch.nn.ReLU(inplace=True)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [
-        ("electra", "not causal"),
-        ("t5", "an encoder with a decoder"),
-        ("mamba", "state-space scan"),
-    ],
-)
-def test_what_is_no_causal_model_of_attention_is_refused(model_type, reason):
-    with pytest.raises(NotImplementedError, match=reason):
-        verified(unlisted(model_type, AutoModel))()
-
-
-def test_weights_must_be_loaded():
-    with torch.device("meta"):
-        model = unlisted("phi")
-    refused(NotImplementedError, "meta device", "load them", verified(model))
-
-
-def test_one_layer_with_an_attention_of_its_own_is_refused():
-    """It leaks nothing, as nothing of it reaches the outputs."""
-    model = unlisted("phi")
+def own_attention(model):
+    """Of one layer; it leaks nothing, as nothing of it reaches the outputs."""
     attention = model.model.layers[1].self_attn
     attention.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
-    message = refused(NotImplementedError, "attention layer", ALONE, verified(model))
-    assert "model.layers.1.self_attn" in message
 
 
-def test_positions_that_count_through_the_row_are_refused():
-    """They depend on no other document's tokens, so nothing leaks; but outputs are others."""
-    model = unlisted("phi")
+def count_through_the_row(model):
+    """Positions depend on no other document's tokens, so nothing leaks; but outputs are others."""
     rotary = model.model.rotary_emb
     real = rotary.forward
     rotary.forward = lambda x, position_ids: real(x, torch.arange(x.shape[1])[None] ** 2)
-    refused(NotImplementedError, "gives alone", ALONE, verified(model))
+
+
+def quantized(model):
+    model.hf_quantizer = SimpleNamespace(is_trainable=False)
+
+
+def detached(model):
+    model.lm_head.register_forward_hook(lambda module, args, output: output.detach())
+
+
+def phi(change, model_type="phi"):
+    """A model that is right but for a change."""
+    model = unlisted(model_type)
+    change(model)
+    return model
+
+
+def on_meta():
+    with torch.device("meta"):
+        return unlisted("phi")
+
+
+REFUSED = {
+    "bloom": (lambda: unlisted("bloom"), "attention interface"),
+    # stablelm's layers get no **kwargs; OPT's head calls another module than its base model.
+    "stablelm": (lambda: unlisted("stablelm"), r"pass \*\*kwargs.*got StableLmForCausalLM, which"),
+    "opt": (lambda: unlisted("opt"), r"pass \*\*kwargs.*got OPTForCausalLM, which does not"),
+    "electra": (lambda: unlisted("electra", AutoModel), "not causal"),
+    "t5": (lambda: unlisted("t5", AutoModel), "an encoder with a decoder"),
+    "mamba": (lambda: unlisted("mamba", AutoModel), "state-space scan"),
+    "own attention": (lambda: phi(own_attention), r"attention layer.*model\.layers\.1"),
+    "positions of the row": (lambda: phi(count_through_the_row), "gives alone"),
+    "fails alone": (lambda: phi(narrow("fc1")), "on input_ids alone, .* RuntimeError .* 'mat1 and"),
+    "fails packed": (
+        lambda: phi(narrow("gate_proj"), "llama"),
+        "on packed documents, .* RuntimeError .* 'mat1 and mat2",
+    ),
+    "in place": (lambda: phi(in_place), "on packed documents, .* RuntimeError .* in-place"),
+    "no weights": (on_meta, "meta device", "load them"),
+    "quantized": (lambda: phi(quantized), "differentiable", "before it is quantized"),
+    "no gradients": (lambda: phi(detached), "gradients", "backward"),
+}
+"""How a model is made, what the sentence says of it, and what to do instead of `ALONE`."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_checked_is_refused_and_keeps_its_attention(case):
+    make, contract, *remedy = REFUSED[case]
+    model = make()
+    before = model.config._attn_implementation
+    refused(NotImplementedError, contract, *(remedy or [ALONE]), verified(model))
+    assert not fv.is_patched(model)
+    assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("model_class", [MeanForCausalLM, LateLeakForCausalLM])
@@ -257,39 +279,53 @@ def test_an_earlier_patch_is_put_back_after_a_leak():
     assert current_patch(model).arguments() == before
 
 
-@pytest.mark.parametrize("leaks", [False, True])
-def test_nothing_but_the_patch_changes(leaks):
+def everything_of(model):
+    """Tensors and random states by their values, and all else that a check could leave changed."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    others = (
+        {name: (id(x), x.requires_grad, id(x.grad)) for name, x in tensors.items()},
+        [(module.training, dict(module._forward_hooks)) for module in model.modules()],
+        (model.config.to_dict(), model.config._attn_implementation),
+        model.get_experts_implementation(),
+        ALL_ATTENTION_FUNCTIONS["flexvarlen_doc"],
+        (np.random.get_state()[1].tolist(), random.getstate()),
+    )
+    values = {name: x.detach().clone() for name, x in tensors.items()}
+    return {**values, "torch's random state": torch.get_rng_state()}, others
+
+
+def right_model():
     model = of_class(MeanForCausalLM, "unlisted")
-    if not leaks:
-        model.model.layers[1] = LlamaDecoderLayer(model.config, 1)
+    model.model.layers[1] = LlamaDecoderLayer(model.config, 1)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "leaks"),
+    [
+        (right_model, False),
+        (lambda: of_class(MeanForCausalLM, "unlisted"), True),
+        (lambda: unlisted("granitemoe", **EXPERTS), False),
+    ],
+    ids=["right", "leaks", "experts"],
+)
+def test_nothing_but_the_patch_changes(make, leaks):
+    model = make()
     model.train()
     model.model.layers[0].eval()
     model.lm_head.weight.requires_grad_(False)
     model.model.norm.weight.grad = torch.ones(48)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = {name: x.detach().clone() for name, x in tensors.items()}
-    flags = [(module.training, dict(module._forward_hooks)) for module in model.modules()]
-    grads = [(x.requires_grad, x.grad) for x in model.parameters()]
-    config = model.config.to_dict()
-    states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    implementation = model.config._attn_implementation
+    values, others = everything_of(model)
     if leaks:
         with pytest.raises(fv.IsolationError):
             verified(model)()
         assert not fv.is_patched(model)
     else:
         fv.unpatch_model(verified(model)())
-    assert model.config._attn_implementation == implementation
-    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    assert torch.equal(states[0], after[0])
-    assert states[1:] == after[1:]
-    assert model.config.to_dict() == config
-    assert flags == [(module.training, dict(module._forward_hooks)) for module in model.modules()]
-    now = [(x.requires_grad, x.grad) for x in model.parameters()]
-    assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(grads, now, strict=True))
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    assert found.keys() == tensors.keys()
-    assert all(found[name] is x and torch.equal(x, values[name]) for name, x in tensors.items())
+    found, others_now = everything_of(model)
+    assert others_now == others
+    assert found.keys() == values.keys()
+    assert all(torch.equal(x, values[name]) for name, x in found.items())
 
 
 def test_a_kind_of_model_is_checked_once(runs):
@@ -299,6 +335,7 @@ def test_a_kind_of_model_is_checked_once(runs):
     verified(unlisted("phi"))()
     with fv.patched(model, "sdpa", verify=True, capacity=4):
         pass
+    assert current_patch(model).capacity is None  # the arguments of before
     assert fv.is_patched(copy.deepcopy(model))
     assert len(runs) == 2
     verified(unlisted("phi", num_hidden_layers=1))()
@@ -307,71 +344,9 @@ def test_a_kind_of_model_is_checked_once(runs):
     assert len(runs) == 6
 
 
-def test_what_was_patched_is_patched_again_with_its_arguments():
-    model = verified(unlisted("phi"))()
-    with fv.patched(model, "reference", verify=True):
-        pass
-    assert fv.is_patched(model)
-    model(input_ids=torch.arange(3, 10)[None])
-
-
 def test_a_listed_type_is_checked_if_asked_for(runs):
     verified(of_class(LlamaForCausalLM))()
     assert len(runs) == 2
-
-
-def test_implementations_are_as_before():
-    model = unlisted("granitemoe", **EXPERTS)
-    experts = model.get_experts_implementation()
-    function = ALL_ATTENTION_FUNCTIONS["flexvarlen_doc"]
-    verified(model)()
-    assert ALL_ATTENTION_FUNCTIONS["flexvarlen_doc"] is function
-    assert model.get_experts_implementation() == experts
-
-
-def narrow_layer(model):
-    model.model.layers[1].mlp.fc1 = torch.nn.Linear(1, 1)
-
-
-def narrow_gate(model):
-    model.model.layers[1].mlp.gate_proj = torch.nn.Linear(1, 1)
-
-
-def without_name(model):
-    del model.model.layers[1].mlp.fc1
-
-
-def in_place(model):
-    """As CTRL scales its embeddings, which fails where gradients of these are asked for."""
-    model.model.embed_dropout = torch.nn.ReLU(inplace=True)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "broken", "words"),
-    [
-        ("phi", narrow_layer, "on input_ids alone, .* RuntimeError .* 'mat1 and mat2"),
-        ("phi", without_name, "on input_ids alone, .* AttributeError .* no attribute 'fc1'"),
-        ("llama", narrow_gate, "on packed documents, .* RuntimeError .* 'mat1 and mat2"),
-        ("phi", in_place, "on packed documents, .* RuntimeError .* in-place"),
-    ],
-)
-def test_a_model_that_does_not_run_keeps_its_attention(model_type, broken, words):
-    model = unlisted(model_type)
-    broken(model)
-    refused(NotImplementedError, words, ALONE, verified(model))
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_quantized_weights_must_have_gradients():
-    model = unlisted("phi")
-    model.hf_quantizer = SimpleNamespace(is_trainable=False)
-    refused(NotImplementedError, "differentiable", "before it is quantized", verified(model))
-
-
-def test_outputs_must_have_gradients():
-    model = unlisted("phi")
-    model.lm_head.register_forward_hook(lambda module, args, output: output.detach())
-    refused(NotImplementedError, "gradients", "backward", verified(model))
 
 
 def test_a_group_needs_a_model_that_has_passed(monkeypatch):

@@ -27,6 +27,7 @@ from tests.trees import Tree
 
 LENGTHS = (5, 1, 64, 0, 70)
 T = 150  # the last ten are padding
+THIRD = slice(6, 70)
 H, HV, K, V = 2, 4, 8, 16
 
 
@@ -136,3 +137,40 @@ CASES = {
         [-randn(HV, seed=4).abs(), randn(HV, seed=5), randn(HV, seed=6)],
     ),
 }
+
+
+ROWS = {"documents": documents, "trees": branches}
+
+
+def run_case(name, docs, device="cpu", dtype=torch.float64, *, halved=False):
+    """Output and gradients, of the same rounded inputs in every dtype.
+
+    Args:
+        halved: the tokens of the third document, or segment, which is a leaf, are half as large.
+    """
+    run, _, by_token, shared = CASES[name]()
+    leaves = [x.bfloat16().to(device, dtype) for x in (*by_token, *shared)]
+    for x in leaves[: len(by_token)]:
+        x[:, THIRD] *= 0.5 if halved else 1.0
+    leaves = [x.requires_grad_() for x in leaves]
+    ordered = [docs.tokens.enter(x) for x in leaves[: len(by_token)]]
+    out = docs.tokens.leave(run(docs, *ordered, *leaves[len(by_token) :]))
+    grad = randn(*out.shape, seed=9).bfloat16().to(device, dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def check_bits_of_others(name, row, docs, **where):
+    """They do not change with the third document's tokens; in a tree what is above it learns."""
+    kept = 1 + len(CASES[name]()[2])  # gradients of weights are of all tokens
+    before, after = (run_case(name, docs, **where, halved=x)[:kept] for x in (False, True))
+    others = torch.ones(T, dtype=torch.bool)
+    others[THIRD] = False
+    assert torch.equal(before[0][:, others], after[0][:, others])
+    learns = THIRD
+    if row == "trees":
+        learns = slice(0, 6)
+        others[learns] = False
+    for x, y in zip(before[1:], after[1:], strict=True):
+        assert torch.equal(x[:, others], y[:, others])
+    pairs = zip(before, after, strict=True)
+    assert any(not torch.equal(x[:, learns], y[:, learns]) for x, y in pairs)

@@ -10,7 +10,17 @@ from flexvarlen.recurrent.convolution import _operator as causal_convolution
 from flexvarlen.recurrent.fla_kernels.decayed_scan import decayed_scan
 from flexvarlen.recurrent.fla_kernels.delta_rules import gated_delta_rule, kimi_delta_rule
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
-from tests.recurrent.cases import CASES, LENGTHS, TREE, T, branches, documents, randn
+from tests.recurrent.cases import (
+    CASES,
+    LENGTHS,
+    ROWS,
+    TREE,
+    T,
+    branches,
+    check_bits_of_others,
+    documents,
+    run_case,
+)
 from tests.trees import Tree
 
 pytestmark = [
@@ -32,29 +42,16 @@ def needs_fla():
         pytest.skip(reason)
 
 
-ROWS = {"documents": documents, "trees": branches}
-
-
 def on_gpu(docs):
     return type(docs)(docs.layout.to("cuda"), for_any_row=True)
-
-
-def run_case(name, dtype, device, docs):
-    """Output and gradients, of the same rounded inputs in every dtype."""
-    run, _, by_token, shared = CASES[name]()
-    leaves = [x.bfloat16().to(device, dtype).requires_grad_() for x in (*by_token, *shared)]
-    ordered = [docs.tokens.enter(x) for x in leaves[: len(by_token)]]
-    out = docs.tokens.leave(run(docs, *ordered, *leaves[len(by_token) :]))
-    grad = randn(*out.shape, seed=9).bfloat16().to(device, dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("name", CASES)
 def test_accuracy(name, row):
     """Within bfloat16's eps of the loop over documents on the CPU, which scans in fp32."""
-    exact = run_case(name, torch.float64, "cpu", ROWS[row]())
-    found = run_case(name, torch.bfloat16, "cuda", on_gpu(ROWS[row]()))
+    exact = run_case(name, ROWS[row]())
+    found = run_case(name, on_gpu(ROWS[row]()), "cuda", torch.bfloat16)
     for x, y in zip(found, exact, strict=True):
         error = (x.cpu().double() - y).norm() / y.norm()
         assert error < torch.finfo(torch.bfloat16).eps
@@ -63,27 +60,8 @@ def test_accuracy(name, row):
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("name", CASES)
 def test_bits_of_other_documents(name, row):
-    """They do not change with another document's tokens; nor do a sibling's, but what it shares."""
-    run, _, by_token, shared = CASES[name]()
-    docs = on_gpu(ROWS[row]())
-
-    def bits(change):
-        tensors = [x.bfloat16().cuda() for x in by_token]
-        if change:
-            for x in tensors:
-                x[:, 6:70] *= 0.5
-        leaves = [x.requires_grad_() for x in tensors]
-        ordered = map(docs.tokens.enter, leaves)
-        out = docs.tokens.leave(run(docs, *ordered, *(x.bfloat16().cuda() for x in shared)))
-        grad = randn(*out.shape, seed=9).bfloat16().cuda()
-        return [out, *torch.autograd.grad(out, leaves, grad)]
-
-    others = torch.ones(T, dtype=torch.bool)
-    others[6:70] = False
-    for before, after in zip(bits(False), bits(True), strict=True):
-        assert torch.equal(before[:, others], after[:, others])
-        if row == "trees":
-            others[:6] = False  # gradients of what is above it change
+    where = {"device": "cuda", "dtype": torch.bfloat16}
+    check_bits_of_others(name, row, on_gpu(ROWS[row]()), **where)
 
 
 @pytest.mark.parametrize("row", ROWS)

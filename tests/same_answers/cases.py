@@ -18,7 +18,7 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
 from flexvarlen.patches.models.families import BY_TYPE
 from tests import forms
-from tests.patches.models import test_vision_families as images
+from tests.patches.models import images
 from tests.tiny_models import documents
 
 Case = dict[str, Any]

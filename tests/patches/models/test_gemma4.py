@@ -52,19 +52,6 @@ def test_queries_of_dropped_logits(name, keep):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_window_of_dropped_queries(static):
-    """Generation asks for the last logits alone, from a prompt longer than the window."""
-    model, ids = new_model("gemma4_text"), one_row().ids[0]
-    prompts = torch.stack([ids[:20], ids[40:60]])
-    mask = torch.ones_like(prompts)
-    mask[1, :7] = prompts[1, :7] = 0
-    how = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    how |= {"cache_implementation": "static"} if static else {}
-    before = model.generate(prompts, **how)
-    assert torch.equal(fv.patch_model(model, "sdpa").generate(prompts, **how), before)
-
-
 @pytest.mark.parametrize("backend", ["varlen", "fa2", "fa3", "fa4", "cudnn"])
 def test_head_dim_512_given_to_a_kernel_of_256(backend, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -83,12 +70,6 @@ def test_one_kernel_named_for_all_layers(monkeypatch):
     sentence = "fa3 cannot serve the full_attention layers: .*512.*backend={'full_attention': "
     with pytest.raises(NotImplementedError, match=sentence):
         fv.patch_model(model, "fa3")
-
-
-def test_window_of_bidirectional_text():
-    model = new_model("gemma4_text", use_bidirectional_attention="all").model
-    with pytest.raises(NotImplementedError, match="must not be 'all'"):
-        fv.patch_model(model, "sdpa")
 
 
 @pytest.mark.usefixtures("timed_briefly")

@@ -4,31 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PaliGemmaConfig, PaliGemmaForConditionalGeneration
+from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.contract.tiny_sizes import TINY
+from tests.patches.models.test_refused_families import paligemma
 from tests.tiny_models import config_of, new_model
-
-GEMMA = TINY["gemma3"]
-
-
-def paligemma():
-    text = {**config_of("gemma").to_dict(), "model_type": "gemma"}
-    config = PaliGemmaConfig(
-        text_config=text, vision_config=GEMMA["vision_config"], image_token_index=90
-    )
-    return PaliGemmaForConditionalGeneration._from_config(
-        config, attn_implementation="eager"
-    ).eval()
-
-
-def test_prefix_of_paligemma_lost():
-    """Its image and prompt see one another: the placeholder mask would drop that."""
-    with pytest.raises(NotImplementedError, match=r"paligemma.*token_type_ids.*document per row"):
-        fv.patch_model(paligemma(), "sdpa")
-
 
 IMAGES = {
     "token_type_ids": torch.zeros(1, 16, dtype=torch.long),
@@ -72,7 +53,14 @@ def test_overlay_lost_by_the_plugin_name_alone(make):
         model(ids, token_type_ids=types, position_ids=positions, use_cache=False)
 
 
-@pytest.mark.parametrize("make", [create_causal_mask, create_sliding_window_causal_mask])
+# Both nest the overlay in one way.
+@pytest.mark.parametrize(
+    "make",
+    [
+        create_causal_mask,
+        pytest.param(create_sliding_window_causal_mask, marks=pytest.mark.slow),
+    ],
+)
 def test_overlay_lost_in_a_graph_by_the_plugin_name_alone(make):
     """transformers 5.24 nests the overlay in its mask function, which no graph can look into."""
     config = config_of("gemma3_text")

@@ -12,18 +12,11 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    AlbertConfig,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
-    GPT2Config,
-    Lfm2Config,
-    LlamaConfig,
-    MambaConfig,
-    MixtralConfig,
-    ModernBertConfig,
-    Qwen3NextConfig,
     T5Config,
     T5Model,
 )
@@ -32,60 +25,36 @@ from flexvarlen import PackedLayout
 from flexvarlen.patches.isolation.blame import kind_of, layers_of
 from flexvarlen.patches.isolation.report import IsolationError
 from flexvarlen.patches.isolation.verify import verify_isolation
+from tests import forms
+from tests.tiny_models import VOCABULARY, config_of, new_model
 
 LENGTHS = (5, 11, 1, 8, 7)
 TOKENS = sum(LENGTHS)
-VOCABULARY = 97
-
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
     "num_hidden_layers": 2,
+    "num_attention_heads": 4,
     "initializer_range": 0.2,
-} | SPECIAL
-ATTENTION = SIZES | {"num_attention_heads": 4, "intermediate_size": 64}
-DECODER = ATTENTION | {"num_key_value_heads": 2}
-QWEN3_NEXT = DECODER | {
-    "layer_types": ["linear_attention", "full_attention"],
-    "head_dim": 16,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
+    "pad_token_id": 0,
 }
-LFM2 = DECODER | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
-GPT2 = SPECIAL | {"vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 2, "n_head": 4}
-MODERN = {"cls_token_id": 1, "sep_token_id": 2, "num_hidden_layers": 3}
-
-MODELS = {
-    "llama": lambda: LlamaConfig(**DECODER),
-    "gpt2": lambda: GPT2Config(**GPT2, initializer_range=0.2),
-    "mixtral": lambda: MixtralConfig(**DECODER, num_local_experts=4),
-    "bert": lambda: BertConfig(**ATTENTION),
-    "albert": lambda: AlbertConfig(**ATTENTION, embedding_size=32),
-    "modernbert": lambda: ModernBertConfig(**ATTENTION | MODERN),
-    "mamba": lambda: MambaConfig(**SIZES, state_size=8),
-    "qwen3_next": lambda: Qwen3NextConfig(**QWEN3_NEXT),
-    "lfm2": lambda: Lfm2Config(**LFM2),
-}
+UNLISTED = {"gpt2": {}, "albert": {"intermediate_size": 64}, "mamba": {"state_size": 8}}
+MODELS = ("llama", "mixtral", "bert", "modernbert", "qwen3_next", "lfm2", *UNLISTED)
 ENCODERS = ("bert", "albert", "modernbert")
 RECURRENT = ("mamba", "qwen3_next", "lfm2")
 
 
 @cache
 def model_of(name):
-    torch.manual_seed(0)
-    auto = AutoModelForMaskedLM if name in ENCODERS else AutoModelForCausalLM
-    config = MODELS[name]()
+    if name in UNLISTED:
+        torch.manual_seed(0)
+        auto = AutoModelForMaskedLM if name in ENCODERS else AutoModelForCausalLM
+        return auto.from_config(AutoConfig.for_model(name, **SIZES, **UNLISTED[name])).eval()
+    model = new_model(name, implementation="sdpa")
     if name in ("mixtral", "qwen3_next"):
         # Experts whose kernel sees how many tokens each got round by that: grouped_mm and eager do.
-        config._experts_implementation = "batched_mm"
-    return auto.from_config(config).eval()
+        model.set_experts_implementation("batched_mm")
+    return model
 
 
 def ids(shape=(1, TOKENS)):
@@ -93,12 +62,11 @@ def ids(shape=(1, TOKENS)):
 
 
 def packed():
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    return {"input_ids": ids(), "position_ids": positions}
+    return {"input_ids": ids(), **forms.given("position_ids", forms.row_of(LENGTHS))}
 
 
 def mask_of_documents(causal):
-    numbers = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    (numbers,) = forms.row_of(LENGTHS).document_ids
     seen = numbers[:, None] == numbers[None, :]
     if causal:
         seen = seen.tril()
@@ -134,17 +102,11 @@ def test_packed_row_leaks_with_default_use_cache(name, module, kind):
     assert ("both cu_seq_lens_q, for scans, and seq_idx" in str(error)) == (name in RECURRENT)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-def test_packed_row_without_a_cache_passes(name):
-    report = verify_isolation(model_of(name), packed() | {"use_cache": False})
-    assert (report.num_docs, report.layers, report.gradients) == (5, 2, "bits")
-
-
 @pytest.mark.parametrize("name", RECURRENT)
 def test_state_runs_over_the_row_also_without_a_cache(name):
     """Also where the batch numbers its documents in seq_idx, which no plain kernel reads."""
-    numbers = torch.repeat_interleave(torch.arange(5), torch.tensor(LENGTHS))[None].int()
-    for told in (packed() | {"use_cache": False}, {"input_ids": ids(), "seq_idx": numbers}):
+    seq_idx = forms.given("seq_idx", forms.row_of(LENGTHS))
+    for told in (packed() | {"use_cache": False}, {"input_ids": ids(), **seq_idx}):
         # transformers' own refusal; 5.17 has none, and leaks
         with pytest.raises((ValueError, IsolationError), match=r"causal_conv1d|leaks into"):
             verify_isolation(model_of(name), told, gradients=False)
@@ -175,13 +137,13 @@ def test_4d_mask_passes_and_a_wrong_one_leaks(name):
 @pytest.mark.parametrize("train", [False, True])
 def test_dropout_drops_the_same_in_each_run(train):
     torch.manual_seed(0)
-    model = AutoModelForMaskedLM.from_config(BertConfig(**ATTENTION, hidden_dropout_prob=0.5))
+    model = BertForMaskedLM(config_of("bert", hidden_dropout_prob=0.5))
     report = verify_isolation(model.train(train), {"input_ids": ids((3, 8))})
     assert (report.training, report.gradients) == (train, "bits")
 
 
 def test_classifier_and_encoder_with_decoder_are_refused_in_a_sentence():
-    classifier = BertForSequenceClassification(BertConfig(**ATTENTION)).eval()
+    classifier = BertForSequenceClassification(config_of("bert")).eval()
     with pytest.raises(ValueError, match=r"vector for each of the 2 x 16 tokens.*base_model"):
         verify_isolation(classifier, {"input_ids": ids((2, 16))})
     assert verify_isolation(classifier.base_model, {"input_ids": ids((2, 16))}).layers == 2

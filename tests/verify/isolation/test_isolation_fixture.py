@@ -28,7 +28,7 @@ def test_leak_raises_in_the_named_mode(isolation_verifier):  # noqa: F811
 
 
 def test_leak_of_a_user_s_model_fails_the_user_s_test(tmp_path):
-    """In a pytest of their own; the sentence is what it prints."""
+    """In a pytest of their own; the sentence is what it reports."""
     (tmp_path / "test_user.py").write_text(
         "from flexvarlen.verify.models import build_model\n"
         "from flexvarlen.verify.isolation.fixture import isolation_verifier  # noqa: F401\n"
@@ -38,16 +38,13 @@ def test_leak_of_a_user_s_model_fails_the_user_s_test(tmp_path):
         "def test_passes(isolation_verifier):\n"
         "    isolation_verifier(fv.patch_model(build_model('llama')[0], 'sdpa'))\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    ran = subprocess.run(
-        [*command, f"--junitxml={tmp_path}/report.xml"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert "1 failed, 1 passed" in ran.stdout, ran.stdout + ran.stderr
-    assert "leaks into document" in ran.stdout
-    assert "No bit of 6 documents" in (tmp_path / "report.xml").read_text()
+    report = tmp_path / "report.xml"
+    plugins = ("no:cacheprovider", "no:faulthandler", "no:xdist")
+    quiet = ("-q", *(x for plugin in plugins for x in ("-p", plugin)), f"--rootdir={tmp_path}")
+    assert pytest.main([*quiet, f"--junitxml={report}", str(tmp_path)]) == 1
+    assert 'failures="1" skipped="0" tests="2"' in report.read_text()
+    assert "leaks into document" in report.read_text()
+    assert "No bit of 6 documents" in report.read_text()
 
 
 def test_pytest_starts_without_torch(tmp_path):

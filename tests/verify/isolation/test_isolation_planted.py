@@ -1,6 +1,5 @@
 """Leaks planted in a model that has none: each is found, and blamed on where it was planted."""
 
-import copy
 import itertools
 
 import pytest
@@ -64,24 +63,9 @@ def test_convolution_over_the_row(model, batch):
     assert error.target == error.source + 1  # it reaches two tokens
 
 
-def test_embeddings_of_the_row(model, batch):
-    replace_output(model.model.embed_tokens, lambda x: x + x[:, -1:])
-    error, (direction, _, module, kind) = blamed(model, batch)
-    assert (direction, module, kind) == ("forward", "model.embed_tokens", "embeddings")
-    assert error.source == 4
-
-
-def test_leak_after_the_last_layer(model, batch):
-    replace_output(model.lm_head, lambda x: x + x[:, :1])
-    error, where = blamed(model, batch)
-    assert where == ("forward", None, "lm_head", "linear")
-    assert (error.source, error.target) == (0, 1)
-
-
-def test_leak_in_the_model_s_own_forward_is_no_layer_s(model, batch):
-    replace_output(model, lambda out: out.__class__(logits=out.logits + out.logits[:, :1]))
-    _, where = blamed(model, batch)
-    assert where == ("forward", None, "", "module")
+def first_logits(out):
+    """In the model's own forward, which is no layer's."""
+    return out.__class__(logits=out.logits + out.logits[:, :1])
 
 
 def leak(gradient, x):
@@ -90,26 +74,35 @@ def leak(gradient, x):
     return gradient
 
 
+def scale(gradient, x):
+    """By what stands in the row: zero stays zero."""
+    return gradient * x[:, 4].mean()
+
+
+LAYER = "model.layers.1"
+
+
 @pytest.mark.parametrize(
-    ("part", "kind"),
-    [("self_attn.q_proj", "linear"), ("input_layernorm", "norm"), ("mlp", "MLP")],
+    ("change", "direction", "layer", "module", "kind", "source"),
+    [
+        (lambda x: x + x[:, -1:], "forward", 0, "model.embed_tokens", "embeddings", 4),
+        (lambda x: x + x[:, :1], "forward", None, "lm_head", "linear", 0),
+        (first_logits, "forward", None, "", "module", 0),
+        (with_gradient(leak), "backward", 1, f"{LAYER}.self_attn.q_proj", "linear", 3),
+        (with_gradient(leak), "backward", 1, f"{LAYER}.input_layernorm", "norm", 3),
+        (with_gradient(leak), "backward", 1, f"{LAYER}.mlp", "MLP", 3),
+        (with_gradient(scale), "backward", 1, f"{LAYER}.mlp.up_proj", "linear", 0),
+    ],
 )
-def test_leak_in_the_backward_alone(model, batch, part, kind):
-    replace_output(model.model.layers[1].get_submodule(part), with_gradient(leak))
+def test_the_module_that_leaks_is_named(
+    model, batch, change, direction, layer, module, kind, source
+):
+    replace_output(model.get_submodule(module), change)
     error, where = blamed(model, batch)
-    assert where == ("backward", 1, f"model.layers.1.{part}", kind)
-    assert (error.source, error.target) == (3, 0)
-    assert not verify_isolation(model, batch, gradients=False).gradients
-
-
-def test_gradient_that_depends_on_another_s_tokens(model, batch):
-    # The gradient is scaled by what stands in the row: zero stays zero
-    of_the_row = with_gradient(lambda gradient, x: gradient * x[:, 4].mean())
-    replace_output(model.model.layers[0].mlp.up_proj, of_the_row)
-    error, where = blamed(model, batch)
-    assert where == ("backward", 0, "model.layers.0.mlp.up_proj", "linear")
-    assert error.source == 0
-    assert "with other tokens in document 0 alone" in str(error)
+    assert where == (direction, layer, module, kind)
+    assert error.source == source
+    if direction == "backward":
+        assert not verify_isolation(model, batch, gradients=False).gradients
 
 
 @pytest.mark.parametrize("other", [range(1, 99), [1], [3], [4]], ids=["every", "1", "3", "4"])
@@ -177,29 +170,7 @@ def test_end_of_document_tokens_stay(model):
     assert {row[5] for row in seen} > {2}  # nothing else is there to replace
 
 
-# ---- what it leaves behind ----
-
-
-def test_mode_gradients_random_state_and_buffers_are_as_before(batch):
-    model, _ = build_model("llama")
-    model.config.attention_dropout = 0.0
-    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.5))
-    model.model.layers[0].register_buffer("calls", torch.zeros(()))
-    model.model.layers[0].register_forward_hook(lambda m, a, o: m.calls.add_(1) and None)
-    fv.patch_model(model, "sdpa").train()
-    model.model.layers[1].eval()
-    modes = [module.training for module in model.modules()]
-    weights = copy.deepcopy(model.state_dict())
-    state = torch.get_rng_state()
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    report = verify_isolation(model, batch)
-    assert (report.gradients, report.training) == ("bits", True)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [module.training for module in model.modules()] == modes
-    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
-    assert torch.is_grad_enabled()
+# ---- what it leaves behind; modes and random states: test_isolation_trainer.py ----
 
 
 def test_cache_in_the_batch_stays_empty(batch):
@@ -266,4 +237,4 @@ def test_compiled_graph_is_tested_by_its_outputs(batch):
 def test_leak_in_a_compiled_graph(batch):
     model = build_model("llama@1")[0].eval()
     with pytest.raises(IsolationError):
-        verify_isolation(torch.compile(model, backend="eager"), batch)
+        verify_isolation(torch.compile(model, backend="eager"), batch, gradients=False)

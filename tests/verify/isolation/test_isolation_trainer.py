@@ -17,6 +17,7 @@ from flexvarlen.verify.isolation.callback import (
     several_documents,
 )
 from flexvarlen.verify.models import build_model
+from tests.contract_training import settings
 
 LENGTHS = (5, 11, 3, 8, 7, 4, 9, 6)
 
@@ -26,25 +27,19 @@ def examples():
     return [{"input_ids": torch.randint(3, 1024, (n,), generator=generator)} for n in LENGTHS]
 
 
+def patched():
+    return fv.patch_model(build_model("llama")[0], "sdpa")
+
+
 @pytest.fixture
 def train(tmp_path):
-    def train(model, *callbacks, dataset=None, **options):
-        arguments = {
-            "output_dir": str(tmp_path),
-            "max_steps": 4,
-            "per_device_train_batch_size": 2,
-            "learning_rate": 1e-3,
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "logging_steps": 1,
-        }
+    def train(model, *callbacks, dataset=None, collate=None, **options):
+        sizes = {"max_steps": 4, "per_device_train_batch_size": 2} | options
         trainer = Trainer(
             model,
-            TrainingArguments(**arguments | options),
+            TrainingArguments(**settings(tmp_path, **sizes)),
             train_dataset=examples() if dataset is None else dataset,
-            data_collator=DataCollatorWithFlattening(),
+            data_collator=collate or DataCollatorWithFlattening(),
             callbacks=list(callbacks),
         )
         trainer.train()
@@ -55,7 +50,7 @@ def train(tmp_path):
 
 def test_patched_model_passes_before_training_and_each_second_step(train):
     callback = IsolationCallback(every=2)
-    train(fv.patch_model(build_model("llama")[0], "sdpa"), callback, bf16=True)
+    train(patched(), callback, bf16=True)
     assert sorted(callback.reports) == [0, 2, 4]
     assert {r.gradients for r in callback.reports.values()} == {"bits"}
     assert all(r.training and r.num_docs == 2 for r in callback.reports.values())
@@ -81,10 +76,11 @@ def test_training_is_the_same_with_the_callback(train):
         model.config.attention_dropout = 0.0
         mlp = model.model.layers[0].mlp
         model.model.layers[0].mlp = torch.nn.Sequential(mlp, torch.nn.Dropout(0.3))
-        trainer = train(fv.patch_model(model, "sdpa"), *callbacks, dataset=Noisy())
+        fv.patch_model(model, "sdpa")
+        trainer = train(model, *callbacks, dataset=Noisy(), max_steps=2)
         losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
         weights.append(model.state_dict())
-    assert len(losses[0]) == 4
+    assert len(losses[0]) == 2
     assert losses[0] == losses[1]
     assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
 
@@ -103,7 +99,7 @@ def test_unpatched_sdpa_with_a_cache_ends_the_training(train):
 
 
 def test_leak_that_comes_later_is_found_by_every(train):
-    model = fv.patch_model(build_model("llama")[0], "sdpa")
+    model = patched()
     callback = IsolationCallback(every=3)
 
     class Break(IsolationCallback):
@@ -131,7 +127,7 @@ class Stream(IterableDataset):
 
 
 def test_stream_is_not_consumed(train):
-    model = fv.patch_model(build_model("llama")[0], "sdpa")
+    model = patched()
     with pytest.raises(ValueError, match="pass batch="):
         train(model, IsolationCallback(), dataset=Stream())
     stream = Stream()
@@ -143,7 +139,7 @@ def test_stream_is_not_consumed(train):
 
 def test_the_options_choose_examples_and_documents(train):
     callback = IsolationCallback(examples=5, documents=2)
-    train(fv.patch_model(build_model("llama")[0], "sdpa"), callback, max_steps=1)
+    train(patched(), callback, max_steps=1)
     assert sorted(callback.reports) == [0]
     assert (callback.reports[0].num_docs, len(callback.reports[0].documents)) == (5, 2)
 
@@ -152,7 +148,7 @@ def test_the_options_choose_examples_and_documents(train):
 def test_other_processes_run_it_only_where_parameters_are_sharded(
     monkeypatch, tmp_path, is_main, sharded
 ):
-    model = fv.patch_model(build_model("llama")[0].eval(), "sdpa")
+    model = patched().eval()
     monkeypatch.setattr("flexvarlen.verify.isolation.callback.is_sharded", lambda _: sharded)
     callback = IsolationCallback()
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
@@ -174,7 +170,7 @@ def test_sharded_parameters_are_seen():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = fv.patch_model(build_model("llama")[0], "sdpa")
+    model = patched()
     assert not is_sharded(model)
     mesh = init_device_mesh("cpu", (1,))
     for layer in model.model.layers:
@@ -203,24 +199,17 @@ def row_of(*lengths):
 
 
 @pytest.mark.parametrize("boundaries", ["packed_layout", "cu_seq_lens"])
-def test_examples_that_are_whole_rows(boundaries, tmp_path):
+def test_examples_that_are_whole_rows(boundaries, train):
     """As docs/packing.md has it: one a step, as the shapes have no room for two."""
     callback = IsolationCallback(every=1)
-    Trainer(
-        fv.patch_model(build_model("llama")[0], "sdpa"),
-        TrainingArguments(
-            str(tmp_path),
-            per_device_train_batch_size=1,
-            max_steps=1,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
-        ),
-        train_dataset=[row_of(16), row_of(9, 7), row_of(15)],
-        data_collator=fv.PackedCollator(**ROWS, boundaries=boundaries),
-        callbacks=[callback],
-    ).train()
+    train(
+        patched(),
+        callback,
+        dataset=[row_of(16), row_of(9, 7), row_of(15)],
+        collate=fv.PackedCollator(**ROWS, boundaries=boundaries),
+        per_device_train_batch_size=1,
+        max_steps=1,
+    )
     assert [report.num_docs for report in callback.reports.values()] == [2, 2]
 
 
