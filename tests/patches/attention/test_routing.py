@@ -168,6 +168,19 @@ def test_auto_is_resolved_anew_for_queries_of_another_dtype(attended, monkeypatc
     assert [name for name, *_ in attended] == ["sdpa"] + ["reference"] * 3
 
 
+def test_a_route_is_taken_for_its_own_calls_alone():
+    layout = fv.PackedLayout.from_lengths([5, 7])
+    packed = packed_forward.PackedForward(
+        layout, "sdpa", deterministic=False, batch_invariant=False
+    )
+    found = packed.route(FULL, torch.float32, False)
+    assert packed.route(FULL, torch.float32, False) is found
+    for dtype, needs_grad in ((torch.float32, True), (torch.bfloat16, False)):
+        other = packed.route(FULL, dtype, needs_grad)
+        assert (other.call.dtype, other.call.needs_grad) == (dtype, needs_grad)
+        assert other.plan is found.plan
+
+
 def test_a_layer_type_that_the_mapping_misses_is_a_sentence():
     """It was "auto" in silence."""
     with pytest.raises(ValueError, match=r"layer of type 'chunked_attention'; call patch_model"):

@@ -67,10 +67,12 @@ def test_a_packed_row_is_refused_before_it_fills_a_cache(name, documents, asked)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_default_fills_none_from_a_packed_row(name):
+def test_the_default_fills_one_from_rows_of_one_document_alone(name):
     model = fv.patch_model(new_model(name), "sdpa")
     assert model.config.use_cache
     with torch.no_grad():
+        for mask in (torch.ones(12), torch.arange(12) >= 4, torch.arange(12) < 8):
+            assert tokens_in(model(IDS, attention_mask=mask.long()[None]).past_key_values) > 0
         assert model(IDS, position_ids=POSITIONS).past_key_values is None
         base = model.base_model
         assert base(IDS, position_ids=POSITIONS).past_key_values is None

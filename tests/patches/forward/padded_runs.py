@@ -75,6 +75,14 @@ def losses_and_gradients(model, inputs):
     return out, gradients_of(model)
 
 
+def assert_gradients_close(found, expected, share, rest=0.0):
+    """Each is off by at most a share of its norm, and what rounding leaves where that is zero."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        off = (found[name] - gradient).norm()
+        assert off <= share * gradient.norm() + rest, f"{name} is off by {off}"
+
+
 def assert_same(plain, ours, inputs, atol=1e-6):
     """Loss and every gradient, within 1e-5 of the gradient's norm.
 
@@ -89,11 +97,8 @@ def assert_same(plain, ours, inputs, atol=1e-6):
         torch.testing.assert_close(out.aux_loss, expected.aux_loss, rtol=1e-5, atol=0)
         for found_of_layer, of_layer in zip(out.router_logits, expected.router_logits, strict=True):
             assert found_of_layer.shape == of_layer.shape
-    assert found.keys() == gradients.keys()
     whole = torch.cat([g.flatten() for g in gradients.values()]).norm()
-    for name, gradient in gradients.items():
-        off = (found[name] - gradient).norm()
-        assert off <= close * gradient.norm() + 1e-6 * whole, f"{name} is off by {off}"
+    assert_gradients_close(found, gradients, close, 1e-6 * whole)
     return out, expected
 
 

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import flexvarlen as fv
 from tests import forms
 from tests.contract_oracle import gradients_of
+from tests.patches.forward.padded_runs import assert_gradients_close
 from tests.tiny_models import config_of, documents, one_row, padded_rows
 
 BATCH = one_row()
@@ -115,10 +116,7 @@ def test_a_classifier_gives_a_row_per_document(kind, form):
     torch.testing.assert_close(out.logits, alone, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(out.loss, expected, atol=1e-4, rtol=1e-4)
     out.loss.backward()
-    found = gradients_of(model)
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert (found[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name
+    assert_gradients_close(gradients_of(model), gradients, 1e-3, 1e-6)
 
 
 def test_a_classifier_whose_router_has_a_loss():

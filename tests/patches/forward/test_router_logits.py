@@ -17,7 +17,8 @@ import flexvarlen as fv
 from flexvarlen.patches.forward import router
 from flexvarlen.patches.models.families import FAMILIES
 from tests import forms
-from tests.patches.forward.padded_runs import losses_and_gradients
+from tests.contract_oracle import gradients_of
+from tests.patches.forward.padded_runs import assert_gradients_close, losses_and_gradients
 from tests.patches.forward.test_trees import LOOP, samples
 from tests.tiny_models import (
     Batch,
@@ -90,9 +91,7 @@ def check(model, out, expected):
     out.loss.backward()
     torch.testing.assert_close(out.aux_loss.double(), aux.double(), rtol=1e-6, atol=0)
     torch.testing.assert_close(out.loss.double(), loss.double(), rtol=1e-6, atol=0)
-    for name, parameter in model.named_parameters():
-        error = (parameter.grad - gradients[name]).norm()
-        assert error <= 1e-5 * gradients[name].norm() + 1e-9, name
+    assert_gradients_close(gradients_of(model), gradients, 1e-5, 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +106,13 @@ def test_loss_and_gradients_are_those_of_the_documents(kind, form):
     model = fv.patch_model(model_of(kind), "reference").train()
     out = model(batch.ids, labels=batch.ids, output_router_logits=True, **inputs)
     check(model, out, apart(kind, batch))
+
+
+def test_as_the_config_asks_too():
+    batch, inputs = given_in("padding_and_document_ids")
+    model = fv.patch_model(model_of("mixtral", output_router_logits=True), "sdpa")
+    aux = model(batch.ids, **inputs).aux_loss.item()
+    assert aux == pytest.approx(apart("mixtral", batch)[1].item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +203,7 @@ def test_each_sample_of_a_tree_counts(family, chosen, checkpointing):
     out, found = losses_and_gradients(model, batch)
     for name in ("loss", "aux_loss"):
         torch.testing.assert_close(out[name], expected[name], rtol=1e-5, atol=0)
-    for name, gradient in gradients.items():
-        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    assert_gradients_close(found, gradients, 1e-5)
 
 
 def test_a_tree_without_counts():
