@@ -132,6 +132,7 @@ def test_vectors_of_a_gpu_are_those_of_the_cpu(folders, dtype):
 
 
 def test_a_compiled_model_is_compiled_once(folders):
+    torch._dynamo.reset()  # else code that raised in a graph of another test is skipped
     model, tokenizer = loaded(folders["modernbert"])
     fv.patch_model(model)
     given = texts(60)
