@@ -8,19 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 import flexvarlen as fv
+from tests.tiny_models import config_of, new_model
 
 ROOT = Path(fv.__file__).parents[1]
-TINY = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 OF_CAPABILITIES = (
     "patches/batch/padded_batch.py",
     "patches/forward/choices.py",
@@ -62,10 +55,14 @@ def entered(model: Any, batch: dict[str, Any]) -> set[str]:
     return {x for x in OF_CAPABILITIES if any(f.startswith(f"{ROOT}/{x}") for f in files)}
 
 
-def patched(kind: str = "llama", auto: Any = AutoModelForCausalLM, /, **settings: Any) -> Any:
-    return fv.patch_model(
-        auto.from_config(AutoConfig.for_model(kind, **TINY)).train(), "sdpa", **settings
-    )
+def patched(model: Any = "llama", **settings: Any) -> Any:
+    """In train mode; of this kind, or the model itself."""
+    model = new_model(model) if isinstance(model, str) else model
+    return fv.patch_model(model.train(), "sdpa", **settings)
+
+
+def classifier() -> Any:
+    return AutoModelForSequenceClassification.from_config(config_of("llama"))
 
 
 def packed() -> dict[str, Any]:
@@ -92,11 +89,8 @@ def test_rows_of_one_document_enter_no_capability(rows):
     [
         (lambda: patched(unpad=True), padded, "patches/forward/padding.py"),
         (
-            lambda: patched("llama", AutoModelForSequenceClassification),
-            lambda: {
-                "input_ids": packed()["input_ids"],
-                "packed_layout": packed()["packed_layout"],
-            },
+            lambda: patched(classifier()),
+            lambda: {name: packed()[name] for name in ("input_ids", "packed_layout")},
             "patches/forward/pooling.py",
         ),
         (
@@ -113,9 +107,7 @@ def test_rows_of_one_document_enter_no_capability(rows):
 )
 def test_a_capability_is_entered_where_it_is_asked_for(model, batch, file):
     """Else the trace sees nothing."""
-    built = model()
-    built.config.pad_token_id = 0
-    assert file in entered(built, batch())
+    assert file in entered(model(), batch())
 
 
 def test_files_of_capabilities_exist():

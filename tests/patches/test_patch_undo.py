@@ -1,28 +1,25 @@
-"""Patching leaves no trace when undone, and works through wrappers, copies and saved folders."""
+"""Patching leaves no trace when undone, and works through wrappers, copies and pickles."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import json
 import pickle
+from itertools import product
 from types import MethodType
 
 import accelerate
-import numpy as np
 import peft
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM
 
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
-from tests import forms
-from tests.oracle import assert_as_accurate
+from tests.contract_oracle import gradients_of
+from tests.patches.lora import lora
 from tests.tiny_models import (
-    batch_of,
     exact_and_baseline,
     new_model,
     one_by_one,
@@ -72,6 +69,7 @@ def _traces(model):
         model.config._attn_implementation,
         [(name, sorted(vars(module))) for name, module in model.named_modules()],
         [(name, vars(module).get("forward")) for name, module in model.named_modules()],
+        [(name, list(module._forward_pre_hooks)) for name, module in model.named_modules()],
     )
 
 
@@ -90,12 +88,11 @@ def test_unpatching_restores_every_bit_and_attribute(implementation):
     assert _traces(fv.unpatch_model(model)) == traces
 
 
-def test_unpatching_restores_a_forward_of_the_instance():
+def test_unpatching_restores_a_forward_of_the_instance(expected):
     """accelerate wraps `forward` on the instance."""
     model = new_model("llama")
     of_instance = lambda *args, _forward=model.forward, **kwargs: _forward(*args, **kwargs)  # noqa: E731
     model.forward = of_instance
-    expected = exact_and_baseline("llama", BATCH.order)[1].logits
     fv.patch_model(model, "sdpa")
     close(logits_of(model)[0], expected)
     with torch.no_grad():  # names of arguments are the class's
@@ -111,35 +108,29 @@ def _halved(model):
     return model
 
 
-INSTANCE_FORWARDS = {
-    # as accelerate does for mixed precision, and for its hooks
-    "method": lambda model: MethodType(functools.partial(type(model).forward), model),
-    "partial": lambda model: functools.partial(type(model).forward, model),
-}
+def _method(model):
+    """As accelerate sets one for mixed precision."""
+    model.forward = MethodType(functools.partial(type(model).forward), model)
 
 
-@pytest.mark.parametrize("how", INSTANCE_FORWARDS)
-def test_a_deep_copy_with_a_forward_of_the_instance_uses_its_own_weights(how):
-    model = new_model("llama")
-    model.forward = INSTANCE_FORWARDS[how](model)
-    fv.patch_model(model, "sdpa")
-    twin = _halved(copy.deepcopy(model))
-    expected = one_by_one(_halved(new_model("llama")), BATCH.order).logits
-    close(logits_of(twin)[0], expected)
-    fv.unpatch_model(twin)
-    own = twin.forward.__self__ if how == "method" else twin.forward.args[0]
-    assert own is twin
-    assert torch.equal(logits_of(twin), logits_of(_halved(new_model("llama"))))
-    close(logits_of(model)[0], exact_and_baseline("llama", BATCH.order)[1].logits)
+def _partial(model):
+    model.forward = functools.partial(type(model).forward, model)
 
 
-def test_a_deep_copy_of_an_accelerated_model_uses_its_own_weights():
-    model = new_model("llama")
+def _hook(model):
     accelerate.hooks.add_hook_to_module(model, accelerate.hooks.ModelHook())
+
+
+@pytest.mark.parametrize("prepare", [lambda model: None, _method, _partial, _hook])
+def test_a_deep_copy_uses_its_own_weights(prepare, expected):
+    """Also with a forward of the instance, from before it was patched."""
+    model, halved = new_model("llama"), _halved(new_model("llama"))
+    prepare(model)
     fv.patch_model(model, "sdpa")
     twin = _halved(copy.deepcopy(model))
-    expected = one_by_one(_halved(new_model("llama")), BATCH.order).logits
-    close(logits_of(twin)[0], expected)
+    close(logits_of(twin)[0], one_by_one(halved, BATCH.order).logits)
+    assert torch.equal(logits_of(fv.unpatch_model(twin)), logits_of(halved))
+    close(logits_of(model)[0], expected)
 
 
 def test_a_wrapper_around_ours_survives_unpatching(expected):
@@ -178,24 +169,15 @@ def test_patched_restores_what_was_there(called):
     assert _traces(model) == before
 
 
-def test_a_foreign_attn_implementation_on_a_patched_model_raises():
-    """transformers' own attention would take our placeholder for a mask that hides nothing."""
-    model = fv.patch_model(new_model("llama"), "sdpa")
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="unpatch_model"):
-        logits_of(model)
-    logits_of(fv.patch_model(model, "sdpa"))
-    logits_of(fv.unpatch_model(model))
-
-
 @pytest.mark.parametrize("base_first", [False, True])
-def test_a_model_whose_base_was_patched_too_is_restored(base_first):
+def test_a_model_whose_base_was_patched_too_is_restored(base_first, expected):
     model = new_model("llama", implementation="eager")
     traces = _traces(model)
     for part in (model.model, model) if base_first else (model, model.model):
         fv.patch_model(part, "sdpa")
     if not base_first:
         fv.unpatch_model(model.model)
+    close(logits_of(model)[0], expected)
     fv.unpatch_model(model)
     assert _traces(model) == traces
 
@@ -205,15 +187,6 @@ def test_two_patched_models_keep_their_backends(called, expected):
     for model in models:
         close(logits_of(model)[0], expected)
     assert called == ["sdpa"] * 2 + ["reference"] * 2
-
-
-def test_a_deep_copy_uses_its_own_weights(expected):
-    model = fv.patch_model(new_model("llama"), "sdpa")
-    twin = _halved(copy.deepcopy(model))
-    close(logits_of(model)[0], expected)
-    plain = fv.unpatch_model(copy.deepcopy(twin))
-    close(logits_of(twin)[0], one_by_one(plain, BATCH.order).logits)
-    close(logits_of(model)[0], expected)
 
 
 @pytest.mark.parametrize("of_instance", [False, True])
@@ -246,22 +219,31 @@ PICKLED_CALLS = {
 }
 
 
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("compiled", [False, True])
+PICKLED = [
+    (part, call)
+    for part in ("model", "base", "peft")
+    for call in PICKLED_CALLS
+    if (part, call) != ("base", "labels")  # a base model takes none
+]
+
+
 @pytest.mark.parametrize(
-    ("part", "call"),
+    ("part", "call", "compiled"),
     [
-        (part, call)
-        for part in ("model", "base", "peft")
-        for call in PICKLED_CALLS
-        if (part, call) != ("base", "labels")  # a base model takes none
+        *((*case, False) for case in PICKLED),
+        ("peft", "document_ids", True),
+        *(
+            pytest.param(*case, True, marks=pytest.mark.slow)
+            for case in PICKLED
+            if case != ("peft", "document_ids")
+        ),
     ],
 )
 def test_a_pickled_model_refuses_every_forward(part, call, compiled):
     torch._dynamo.reset()
     model = new_model("llama")
     patched = fv.patch_model(model.model if part == "base" else model, deterministic=True)
-    loaded = pickle.loads(pickle.dumps(_lora(patched) if part == "peft" else patched))
+    loaded = pickle.loads(pickle.dumps(lora(patched) if part == "peft" else patched))
     run = torch.compile(loaded, backend="eager", fullgraph=True) if compiled else loaded
     error = Exception if compiled else ValueError  # Dynamo's own, with the sentence in it
     with pytest.raises(error, match="patch_model again"), torch.no_grad():
@@ -274,15 +256,6 @@ def test_an_unpatched_pickle_attends_without_us():
     assert torch.equal(logits_of(loaded), logits_of(new_model("llama")))
     pickled = pickle.loads(pickle.dumps(fv.unpatch_model(model)))
     assert torch.equal(logits_of(pickled), logits_of(loaded))
-
-
-@pytest.mark.parametrize("how", ["model", "deep_copy"])
-def test_a_model_that_was_not_pickled_decodes(how):
-    model = fv.patch_model(new_model("llama"), "sdpa")
-    if how == "deep_copy":
-        pickle.dumps(model)
-        model = copy.deepcopy(model)
-    model.generate(BATCH.ids[:, :5], max_new_tokens=3, do_sample=False)
 
 
 def test_a_layer_called_by_hand():
@@ -299,34 +272,43 @@ def test_a_layer_called_by_hand():
 # ---- wrappers ----
 
 
-def _lora(model):
-    torch.manual_seed(3)
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
-    return peft.get_peft_model(model, config)
-
-
 WRAPPERS = {
-    "peft": _lora,
+    "peft": lora,
     "ddp": DistributedDataParallel,
-    "ddp_of_peft": lambda model: DistributedDataParallel(_lora(model)),
+    "ddp_of_peft": lambda model: DistributedDataParallel(lora(model)),
     "compile": lambda model: torch.compile(model, backend="eager", fullgraph=True),
 }
 
 
+WRAPPED = (
+    ("peft", "wrapped_first"),
+    ("ddp", "patched_first"),
+    ("ddp_of_peft", "wrapped_first"),
+    ("compile", "called_first"),  # a graph of the unpatched model must not be used again
+)
+WHEN = ("patched_first", "wrapped_first", "called_first")
+
+
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("when", ["patched_first", "wrapped_first", "called_first"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("wrapper", "when"),
+    [
+        *WRAPPED,
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in product(WRAPPERS, WHEN)
+            if case not in WRAPPED
+        ),
+    ],
+)
 def test_works_through_a_wrapper(wrapper, when):
     torch._dynamo.reset()
-    model, plain = new_model("qwen3"), new_model("qwen3")
-    oracle = one_by_one(_lora(plain) if "peft" in wrapper else plain, BATCH.order)
+    model, plain = (new_model("qwen3", num_hidden_layers=1) for _ in range(2))
+    oracle = one_by_one(lora(plain) if "peft" in wrapper else plain, BATCH.order)
     if when == "patched_first":
         fv.patch_model(model, "sdpa")
     wrapped = WRAPPERS[wrapper](model).train()
-    if when == "called_first":  # a compiled graph of the unpatched model must not be used again
+    if when == "called_first":
         wrapped(**PACKED)
     if when != "patched_first":
         assert fv.patch_model(wrapped, "sdpa") is wrapped
@@ -334,17 +316,16 @@ def test_works_through_a_wrapper(wrapper, when):
     out.loss.backward()
     close(out.logits[0], oracle.logits)
     close(out.loss, oracle.loss)
-    seen = 0
-    for name, parameter in wrapped.named_parameters():
-        if parameter.grad is not None:
-            close(
-                parameter.grad,
-                oracle.gradients[name.removeprefix("module.").removeprefix("_orig_mod.")],
-            )
-            seen += 1
-    assert seen == (8 if "peft" in wrapper else len(oracle.gradients))
+    found = {
+        name.removeprefix("module.").removeprefix("_orig_mod."): x
+        for name, x in gradients_of(wrapped).items()
+    }
+    assert found.keys() == oracle.gradients.keys()
+    for name, gradient in found.items():
+        close(gradient, oracle.gradients[name])
     fv.unpatch_model(wrapped)
-    plain = _lora(new_model("qwen3")) if "peft" in wrapper else new_model("qwen3")
+    plain = new_model("qwen3", num_hidden_layers=1)
+    plain = lora(plain) if "peft" in wrapper else plain
     close(logits_of(wrapped), logits_of(plain.train()))
 
 
@@ -363,109 +344,3 @@ def test_works_with_a_base_model_in_a_wrapper(wrapper, when, expected):
     if when == "wrapped_first":
         fv.patch_model(model, "sdpa")
     close(logits_of(model)[0], expected)
-
-
-# ---- folders and names, without patch_model ----
-
-
-def test_a_saved_patched_model_loads_anywhere(tmp_path):
-    model = fv.patch_model(new_model("qwen2_windows"), "sdpa")
-    model.save_pretrained(tmp_path)
-    assert "flexvarlen" not in (tmp_path / "config.json").read_text()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.config._attn_implementation == "sdpa"
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen2"
-    assert torch.equal(logits_of(loaded), logits_of(fv.unpatch_model(model)))
-
-
-def _by_name(how, kind, tmp_path):
-    if how == "from_config":
-        return new_model(kind, implementation="flexvarlen_flex")
-    model = new_model(kind)
-    if how == "set_attn_implementation":
-        model.set_attn_implementation("flexvarlen_doc")
-        return model
-    model.save_pretrained(tmp_path)
-    return AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="flexvarlen_doc")
-
-
-NAMED_FORMS = {
-    "position_ids": ("one_row", "position_ids"),
-    "two_rows": ("two_rows", "position_ids"),
-    "cu_seq_lens": ("one_row", "cu_seq_lens", "positions"),
-    "right_padding": ("right_padding", "padding_mask"),
-    "left_padding": ("left_padding", "padding_mask"),
-}
-
-
-@pytest.mark.parametrize("form", NAMED_FORMS)
-@pytest.mark.parametrize("how", ["from_config", "from_pretrained", "set_attn_implementation"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3_windows"])
-def test_the_name_alone_is_right(kind, how, form, tmp_path):
-    model = _by_name(how, kind, tmp_path)
-    rows, way, *beside = NAMED_FORMS[form]
-    batch = forms.ROWS[rows]()
-    inputs = forms.given(way, batch, *beside)
-    exact, baseline = exact_and_baseline(kind, batch.order)
-    logits = batch.of_documents(logits_of(model, input_ids=batch.ids, **inputs))
-    assert_as_accurate(logits, exact.logits, baseline.logits, 2)
-
-
-def test_the_name_alone_finds_cu_seq_lens_without_position_ids():
-    model = new_model("llama", implementation="flexvarlen_doc")
-    out = logits_of(model, input_ids=BATCH.ids, cu_seq_lens_q=BATCH.cu_seqlens)
-    # Positions run on through the row, and RoPE loses precision: 2e-4 (FACTS.md).
-    torch.testing.assert_close(
-        out[0], exact_and_baseline("llama", BATCH.order)[1].logits, rtol=1e-3, atol=1e-2
-    )
-
-
-WRITES = {
-    "copy_": lambda positions, new: positions.copy_(new),
-    # these two leave no trace in the tensor's version
-    "data": lambda positions, new: positions.data.copy_(new),
-    "numpy": lambda positions, new: np.copyto(positions.numpy(), new.numpy()),
-}
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("write", WRITES)
-def test_the_name_alone_is_not_misled_by_the_layout_of_the_last_forward(write, mode, layers):
-    """Layers share what the first one found; the next forward may bring the same tensors."""
-    model = new_model("llama", implementation="flexvarlen_doc", num_hidden_layers=layers)
-    batches = (BATCH, batch_of(((5, 4, 3, 2, 1, 0),), row_tokens=256), BATCH)
-    positions = torch.zeros_like(BATCH.position_ids)
-    with mode():
-        expected = [model(b.ids, position_ids=b.position_ids).logits for b in batches]
-        for batch, logits in zip(batches, expected, strict=True):
-            WRITES[write](positions, batch.position_ids)
-            assert torch.equal(model(batch.ids, position_ids=positions).logits, logits)
-    if layers == 2:
-        close(expected[1][0], exact_and_baseline("llama", batches[1].order)[1].logits)
-
-
-def test_the_name_alone_is_not_misled_after_a_forward_that_failed():
-    model = new_model("llama", implementation="flexvarlen_doc")
-    positions = BATCH.position_ids.clone()
-    hook = model.model.layers[0].mlp.register_forward_pre_hook(lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        logits_of(model, input_ids=BATCH.ids, position_ids=positions)
-    hook.remove()
-    other = batch_of(((5, 4, 3, 2, 1, 0),), row_tokens=256)
-    positions.data.copy_(other.position_ids)
-    out = logits_of(model, input_ids=other.ids, position_ids=positions)
-    close(out[0], exact_and_baseline("llama", other.order)[1].logits)
-
-
-def test_the_name_alone_plans_each_mask_once_a_forward(monkeypatch):
-    model = new_model("qwen3_windows", implementation="flexvarlen_flex", num_hidden_layers=6)
-    backend, planned = get_backend("flex"), []
-    plan = backend.plan
-    monkeypatch.setattr(
-        backend, "plan", lambda mask, **kwargs: planned.append(mask.spec) or plan(mask)
-    )
-    for _ in range(2):
-        planned.clear()
-        logits_of(model, input_ids=BATCH.ids, position_ids=BATCH.position_ids)
-        assert len(planned) == len(set(planned)) == 2  # with and without a window

@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import flexvarlen as fv
+from tests.patches.lora import lora
 from tests.tiny_models import new_model
 
 IDS = torch.arange(3, 40)[None]
@@ -65,93 +65,54 @@ torch.save(made, root / "made.pt")
 """
 
 
-def lora(model):
-    torch.manual_seed(3)
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
-    return peft.get_peft_model(model, config)
+def patched(backend="sdpa"):
+    return fv.patch_model(new_model("qwen3_windows"), backend)
 
 
-def save_patched(folder):
-    fv.patch_model(new_model("qwen3_windows"), "sdpa").save_pretrained(folder)
-
-
-def save_mapping(folder):
-    choice = {"full_attention": "sdpa", "sliding_attention": "reference"}
-    fv.patch_model(new_model("qwen3_windows"), choice).save_pretrained(folder)
-
-
-def save_name_alone(folder):
-    new_model("qwen3_windows", implementation="flexvarlen_doc").save_pretrained(folder)
-
-
-def save_after_training(folder):
+def trained():
     """A zero gradient: the weights stay, all else is as after training."""
-    model = fv.patch_model(new_model("qwen3_windows"), "auto").train()
+    model = patched("auto").train()
     (0 * model(IDS, labels=IDS, position_ids=IDS - 3).loss).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model.save_pretrained(folder)
+    return model
 
 
-def save_compiled(folder):
-    model = torch.compile(fv.patch_model(new_model("qwen3_windows"), "sdpa"), backend="eager")
-    model.save_pretrained(folder)
-
-
-def save_unpatched(folder):
-    fv.unpatch_model(fv.patch_model(new_model("qwen3_windows"), "sdpa")).save_pretrained(folder)
-
-
-def save_twice(folder):
-    """What was loaded with our name and patched is saved once more."""
-    save_patched(folder / "first")
+def loaded_by_name(folder):
+    """What was saved before, loaded with our name, and patched."""
     named = {"attn_implementation": "flexvarlen_doc"}
-    model = AutoModelForCausalLM.from_pretrained(folder / "first", **named)
-    fv.patch_model(model, "reference").save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder / "patched", **named)
+    return fv.patch_model(model, "reference")
 
 
-def save_adapter(folder):
-    lora(fv.patch_model(new_model("qwen3_windows"), "sdpa")).save_pretrained(folder)
-
-
-def save_merged(folder):
-    model = lora(fv.patch_model(new_model("qwen3_windows"), "sdpa"))
-    model.merge_and_unload().save_pretrained(folder)
-
-
-def save_state_dict(folder):
-    folder.mkdir()
-    model = fv.patch_model(new_model("qwen3_windows"), "sdpa")
-    torch.save(model.state_dict(), folder / "weights.pt")
-
-
+MIXED = {"full_attention": "sdpa", "sliding_attention": "reference"}
 SAVED = {
-    "patched": save_patched,
-    "mapping": save_mapping,
-    "name_alone": save_name_alone,
-    "after_training": save_after_training,
-    "compiled": save_compiled,
-    "unpatched": save_unpatched,
-    "twice": save_twice,
-    "adapter": save_adapter,
-    "merged": save_merged,
-    "state_dict": save_state_dict,
+    "patched": lambda _: patched(),
+    "mapping": lambda _: patched(MIXED),
+    "name_alone": lambda _: new_model("qwen3_windows", implementation="flexvarlen_doc"),
+    "after_training": lambda _: trained(),
+    "compiled": lambda _: torch.compile(patched(), backend="eager"),
+    "unpatched": lambda _: fv.unpatch_model(patched()),
+    "twice": loaded_by_name,
+    "adapter": lambda _: lora(patched()),
+    "merged": lambda _: lora(patched()).merge_and_unload(),
 }
+"""What makes a model to save, of the folder where those before it are."""
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """By what was saved: logits and tokens of the loaded model, or why there are none."""
     root = tmp_path_factory.mktemp("saved")
-    for name, save in SAVED.items():
-        save(root / name)
+    for name, make in SAVED.items():
+        make(root).save_pretrained(root / name)
+    (root / "state_dict").mkdir()
+    torch.save(patched().state_dict(), root / "state_dict" / "weights.pt")
     done = subprocess.run([sys.executable, "-c", LOADS, str(root)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(root / "made.pt")
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", [*SAVED, "state_dict"])
 def test_loads_where_there_is_no_flexvarlen(made, name):
     plain = new_model("qwen3_windows")
     if name in ("adapter", "merged"):

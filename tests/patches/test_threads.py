@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import flexvarlen as fv
 from flexvarlen.attention.backends import compiled_flex
 from flexvarlen.patches.attention.without_patch import _is_first_unpacked
 from tests import forms
-from tests.oracle import assert_as_accurate
+from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.tiny_models import batch_of, config_of, exact_and_baseline, new_model
 
 # As many tokens in each: only the documents tell them apart.
@@ -51,16 +52,15 @@ def at_once(count, work):
         return list(pool.map(started, range(count)))
 
 
-FORMS = {
-    "position_ids": ("position_ids",),
-    "document_ids": ("document_ids",),
-    "cu_seq_lens": ("cu_seq_lens", "positions"),
-}
+BESIDE = {"cu_seq_lens": ("positions",)}
 
 
-def given_to(batch, form):
-    way, *beside = FORMS[form]
-    return forms.given(way, batch, *beside)
+def patched(kind, backend="sdpa"):
+    return fv.patch_model(new_model(kind), backend)
+
+
+def by_name(kind):
+    return new_model(kind, implementation="flexvarlen_doc")
 
 
 def logits_of(model, i, form="position_ids"):
@@ -69,7 +69,8 @@ def logits_of(model, i, form="position_ids"):
         outs = []
         for n in range(ROUNDS):
             batch = BATCHES[(i + n % 3) % len(BATCHES)]
-            outs.append((batch, model(batch.ids, **given_to(batch, form)).logits[0]))
+            given = forms.given(form, batch, *BESIDE.get(form, ()))
+            outs.append((batch, model(batch.ids, **given).logits[0]))
     return outs
 
 
@@ -80,31 +81,22 @@ def check(kind, outs):
 
 
 @pytest.mark.parametrize(
-    ("kind", "form"),
-    [("llama", "position_ids"), ("qwen3_windows", "document_ids"), ("llama", "cu_seq_lens")],
+    ("kind", "form", "make"),
+    [
+        ("llama", "position_ids", (patched,)),
+        ("qwen3_windows", "document_ids", (patched,)),
+        ("llama", "cu_seq_lens", (patched,)),
+        # layers find there what the first one left behind
+        ("qwen3_windows", "position_ids", (by_name,)),
+        ("llama", "cu_seq_lens", (by_name,)),
+        # of other backends
+        ("qwen3_windows", "position_ids", (patched, partial(patched, backend="reference"))),
+    ],
 )
-def test_one_model(kind, form):
-    model = fv.patch_model(new_model(kind), "sdpa")
-    for outs in at_once(4, lambda i: logits_of(model, i, form)):
+def test_forwards_at_once(kind, form, make):
+    models = [each(kind) for each in make]
+    for outs in at_once(4, lambda i: logits_of(models[i % len(models)], i, form)):
         check(kind, outs)
-
-
-@pytest.mark.parametrize(
-    ("kind", "form"), [("qwen3_windows", "position_ids"), ("llama", "cu_seq_lens")]
-)
-def test_one_model_by_the_name_alone(kind, form):
-    """Layers find there what the first one left behind."""
-    model = new_model(kind, implementation="flexvarlen_doc")
-    for outs in at_once(4, lambda i: logits_of(model, i, form)):
-        check(kind, outs)
-
-
-def test_two_models_of_other_backends():
-    models = [
-        fv.patch_model(new_model("qwen3_windows"), backend) for backend in ("sdpa", "reference")
-    ]
-    for outs in at_once(4, lambda i: logits_of(models[i % 2], i)):
-        check("qwen3_windows", outs)
 
 
 def test_flex_calls_its_compiled_kernel_in_one_thread_at_a_time(monkeypatch):
@@ -127,7 +119,7 @@ def test_flex_calls_its_compiled_kernel_in_one_thread_at_a_time(monkeypatch):
 
 def test_gradients_of_two_models():
     """Both in training, of other documents."""
-    models = [fv.patch_model(new_model("qwen3"), "sdpa").train() for _ in range(2)]
+    models = [patched("qwen3").train() for _ in range(2)]
 
     def learn(i):
         batch, made = BATCHES[i], []
@@ -141,13 +133,12 @@ def test_gradients_of_two_models():
     for batch, made in zip(BATCHES, at_once(2, learn), strict=False):
         exact, baseline = exact_and_baseline("qwen3", batch.order)
         for gradients in made:
-            for name, ours in gradients.items():
-                assert_as_accurate(ours, exact.gradients[name], baseline.gradients[name], 3, name)
+            assert_gradients_as_accurate(gradients, exact.gradients, baseline.gradients)
 
 
 def test_one_model_patched_and_unpatched_beside_another():
     """The second shares nothing with the first but the process."""
-    steady = fv.patch_model(new_model("llama"), "sdpa")
+    steady = patched("llama")
     plain = new_model("qwen3")
 
     def work(i):
@@ -183,11 +174,8 @@ def test_two_models_patched_or_unpatched_at_once(does):
     fv.patch_model(asked, "sdpa")
     if does == "unpatch":
         fv.patch_model(other, "sdpa")
-    work = {
-        "patch": lambda: fv.patch_model(other, "sdpa"),
-        "unpatch": lambda: fv.unpatch_model(other),
-    }
-    thread = threading.Thread(target=work[does])
+    work = fv.unpatch_model if does == "unpatch" else lambda model: fv.patch_model(model, "sdpa")
+    thread = threading.Thread(target=work, args=(other,))
 
     def meanwhile():
         thread.start()
@@ -202,7 +190,7 @@ def test_two_models_patched_or_unpatched_at_once(does):
 
 
 def test_one_trains_while_another_generates():
-    model, plain = fv.patch_model(new_model("qwen3"), "sdpa"), new_model("qwen3")
+    model, plain = patched("qwen3"), new_model("qwen3")
     prompt = BATCHES[0].ids[:, 5:25]
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     expected = plain.generate(prompt, **settings)

@@ -14,6 +14,8 @@ from transformers import DynamicCache, StaticCache
 import flexvarlen as fv
 from flexvarlen.patches.batch import unpacked_rows
 from flexvarlen.patches.batch.unpacked_rows import check_one_document
+from tests.patches.batch.models import HOW, NAME, model_of
+from tests.patches.batch.test_found_once import count
 from tests.tiny_models import documents, new_model, shared_model
 
 CACHED, NEW, ROOM = 4, 12, 32
@@ -49,101 +51,50 @@ def positions_of(form: str, seen: int) -> dict[str, Tensor]:
     return {"position_ids": torch.tensor([POSITIONS[form]]), "attention_mask": mask}
 
 
-@pytest.mark.pairwise(form=POSITIONS, kind=["filled", "static"], masked=[False, True])
-def test_positions_of_several_documents(form, kind, masked):
-    model = shared_model("llama")
-    cache, seen = cache_of(kind, model)
-    inputs = positions_of(form, seen)
+def refused(how: str, kind: str, new: int = NEW, **inputs):
+    """So many new tokens beside a cache of this kind raise, whatever model they go to."""
+    model = model_of(how)
+    cache, _ = cache_of(kind, model)
+    ids = torch.ones(1, new, dtype=torch.long)
+    with torch.no_grad(), pytest.raises(ValueError, match="packed batch"):
+        model(ids, past_key_values=cache, **inputs)
+
+
+@pytest.mark.pairwise(
+    form=POSITIONS,
+    kind=["filled", "static"],
+    masked=[False, True],
+    how=[*HOW, "flexvarlen_auto"],
+)
+def test_positions_of_several_documents(form, kind, masked, how):
+    inputs = positions_of(form, CACHED if kind == "filled" else 0)
     if not masked:
         del inputs["attention_mask"]
-    ids = torch.ones(1, NEW, dtype=torch.long)
-    with fv.patched(model, "sdpa"), pytest.raises(ValueError, match="packed batch"):
-        model(ids, past_key_values=cache, **inputs)
+    refused(how, kind, **inputs)
 
 
 @pytest.mark.pairwise(form=IDS, kind=["filled", "static"], room=[False, True])
 def test_a_mask_of_document_ids(form, kind, room):
-    model = shared_model("llama")
-    cache, seen = cache_of(kind, model)
+    seen = CACHED if kind == "filled" else 0
     row = [1] * seen + IDS[form] + [0] * (ROOM - seen - NEW if room else 0)
-    ids = torch.ones(1, NEW, dtype=torch.long)
-    with fv.patched(model, "sdpa"), pytest.raises(ValueError, match="packed batch"):
-        model(ids, past_key_values=cache, attention_mask=torch.tensor([row]))
+    refused("patched", kind, attention_mask=torch.tensor([row]))
 
 
 @pytest.mark.parametrize("new", [1, NEW])
 def test_a_mask_that_numbers_the_cache_and_the_new_tokens_apart(new):
-    model = shared_model("llama")
-    cache, seen = cache_of("filled", model)
-    mask = torch.tensor([[1] * seen + [2] * new])
-    ids = torch.ones(1, new, dtype=torch.long)
-    with fv.patched(model, "sdpa"), pytest.raises(ValueError, match="packed batch"):
-        model(ids, past_key_values=cache, attention_mask=mask)
+    mask = torch.tensor([[1] * CACHED + [2] * new])
+    refused("patched", "filled", new, attention_mask=mask)
 
 
-@pytest.mark.pairwise(
-    form=POSITIONS, kind=["filled", "static"], name=["flexvarlen_doc", "flexvarlen_auto"]
-)
-def test_positions_of_several_documents_by_the_name_alone(name, kind, form):
-    model = new_model("llama", implementation=name)
-    cache, seen = cache_of(kind, model)
-    ids = torch.ones(1, NEW, dtype=torch.long)
-    for inputs in (positions_of(form, seen), {"position_ids": torch.tensor([POSITIONS[form]])}):
-        with torch.no_grad(), pytest.raises(ValueError, match="packed batch"):
-            model(ids, past_key_values=cache, **inputs)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("positions", [[*range(5), 0, 0, *range(5)], [*range(12)], None])
+def test_padding_between_documents(positions, how):
+    """Without a cache it ends a document, so beside one it must not join two."""
+    given = {} if positions is None else {"position_ids": torch.tensor([positions])}
+    refused(how, "static", attention_mask=torch.tensor([[1] * 5 + [0] * 2 + [1] * 5]), **given)
 
 
 # ---- one document per row goes on ----
-
-
-def _left_padded(pad_position: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, mask and positions of two rows of 16 and 5 tokens, `[2, 16]`."""
-    ids = torch.stack([documents()[1][:16], documents()[2][:16]])
-    mask = torch.ones(2, 16, dtype=torch.long)
-    mask[1, :11] = 0
-    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, pad_position)
-    return ids, mask, positions
-
-
-def _in_chunks(model, kind: str, chunk: int, mask_tokens: str, pad_position: int) -> Tensor:
-    """The logits of the real tokens, prefilled chunk by chunk."""
-    ids, mask, positions = _left_padded(pad_position)
-    dynamic = kind == "filled"
-    cache = DynamicCache() if dynamic else StaticCache(config=model.config, max_cache_len=ROOM)
-    logits = []
-    for start in range(0, 16, chunk):
-        end = start + chunk
-        given = {
-            "seen": mask[:, :end],
-            "all": torch.nn.functional.pad(mask, (0, ROOM - 16), value=1),
-        }[mask_tokens]
-        with torch.no_grad():
-            out = model(
-                ids[:, start:end],
-                attention_mask=given,
-                position_ids=positions[:, start:end],
-                past_key_values=cache,
-            )
-        logits.append(out.logits)
-    return torch.cat(logits, dim=1)[mask.bool()]
-
-
-@pytest.mark.pairwise(
-    cache=["filled seen", "static seen", "static all"],
-    chunk=[4, 1],
-    how=["patched", "name"],
-    pad_position=[0, 1],
-)
-def test_a_left_padded_prefill_in_chunks(cache, chunk, how, pad_position):
-    model, (kind, mask_tokens) = shared_model("qwen3"), cache.split()
-    settings = (kind, chunk, mask_tokens, pad_position)
-    expected = _in_chunks(model, *settings)
-    if how == "patched":
-        with fv.patched(model, "sdpa"):
-            ours = _in_chunks(model, *settings)
-    else:
-        ours = _in_chunks(new_model("qwen3", implementation="flexvarlen_doc"), *settings)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
 
 
 def test_a_document_that_starts_anywhere_goes_on():
@@ -173,7 +124,7 @@ def _padded(model, kind: str, form: str) -> Tensor:
     rows = torch.tensor([PADDED[form], [1] * NEW])
     positions = (rows.cumsum(-1) - 1).masked_fill(rows == 0, 0)
     cache, seen = DynamicCache(), 0
-    if kind == "static":
+    if kind.startswith("static"):
         cache = StaticCache(config=model.config, max_cache_len=ROOM)
     else:
         ids = torch.stack([documents()[1][:CACHED], documents()[2][:CACHED]])
@@ -182,52 +133,43 @@ def _padded(model, kind: str, form: str) -> Tensor:
         seen = CACHED
     ids = torch.stack([documents()[1][:NEW], documents()[2][:NEW]])
     mask = torch.cat([torch.ones(2, seen, dtype=torch.long), rows], dim=1)
+    if kind == "static_of_all":
+        mask = torch.nn.functional.pad(mask, (0, ROOM - NEW), value=1)
     with torch.no_grad():
         out = model(ids, attention_mask=mask, position_ids=positions + seen, past_key_values=cache)
     return out.logits[rows.bool()]
 
 
-@pytest.mark.pairwise(name=["llama", "qwen3_windows"], form=PADDED, kind=["static", "filled"])
+@pytest.mark.pairwise(
+    name=["llama", "qwen3_windows"], form=PADDED, kind=["static", "static_of_all", "filled"]
+)
 def test_padding_beside_a_cache_is_no_document(name, form, kind):
-    """Pads see the tokens before them, in the mask that transformers makes."""
+    """Pads see the tokens before them, in the mask that transformers makes.
+
+    Prefill in chunks, and steps: tests/fuzz.py and attention/test_generate.py.
+    """
     expected = _padded(shared_model(name), kind, form)
-    with fv.patched(shared_model(name), "sdpa"):
-        ours = _padded(shared_model(name), kind, form)
-    by_name = _padded(new_model(name, implementation="flexvarlen_doc"), kind, form)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(by_name, expected, rtol=0, atol=1e-4)
+    for how in HOW:
+        ours = _padded(model_of(how, name), kind, form)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("how", ["patched", "name"])
-def test_right_padding_beside_a_static_cache_in_a_graph(how):
+@pytest.mark.parametrize("how", ["patched", pytest.param(NAME, marks=pytest.mark.slow)])
+def test_a_static_cache_in_a_graph(how):
+    """Right padding is no document, and documents raise, in the graph that serves padding."""
     torch._dynamo.reset()
-    one_layer = {"num_hidden_layers": 1}
-    expected = _padded(new_model("llama", **one_layer), "static", "right")
-    name = "sdpa" if how == "patched" else "flexvarlen_doc"
-    model = new_model("llama", implementation=name, **one_layer)
-    if how == "patched":
-        fv.patch_model(model, "sdpa")
+    expected = _padded(new_model("llama", num_hidden_layers=1), "static", "right")
+    model = model_of(how, num_hidden_layers=1)
     counter = CompileCounter()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for form in ("right", "left", "right"):
         ours = _padded(compiled, "static", form)
-    assert counter.frame_count == 1
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("how", ["patched", "name"])
-@pytest.mark.parametrize("positions", [[*range(5), 0, 0, *range(5)], [*range(12)], None])
-def test_padding_between_documents(positions, how):
-    """Without a cache it ends a document, so beside one it must not join two."""
-    model = new_model("llama", implementation="sdpa" if how == "patched" else "flexvarlen_doc")
-    if how == "patched":
-        fv.patch_model(model, "sdpa")
-    mask = torch.tensor([[1] * 5 + [0] * 2 + [1] * 5])
-    given = {} if positions is None else {"position_ids": torch.tensor([positions])}
+    assert counter.frame_count == 1
+    given = {name: x.repeat(2, 1) for name, x in positions_of("restarts", 0).items()}
     cache, _ = cache_of("static", model)
-    ids = torch.ones(1, NEW, dtype=torch.long)
-    with torch.no_grad(), pytest.raises(ValueError, match="packed batch"):
-        model(ids, attention_mask=mask, past_key_values=cache, **given)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="flexvarlen: a packed batch"):
+        compiled(torch.ones(2, NEW, dtype=torch.long), past_key_values=cache, **given)
 
 
 # Masks of 4 new tokens, of 9 columns; the positions have a restart at the third.
@@ -294,23 +236,20 @@ def test_a_first_document_behind_cached_padding():
 
 
 def test_a_sliding_layer_without_room_before_one_with_room():
-    """The first layer alone looks as if the cache held nothing but the new tokens."""
-    layers = {"layer_types": ["sliding_attention", "full_attention"]}
-    model = new_model("qwen3_windows", **layers)
+    """The first layer alone looks as if the cache held nothing but the new tokens.
+
+    Several documents there: test_caches.py.
+    """
+    model = new_model("qwen3_windows", layer_types=["sliding_attention", "full_attention"])
     expected = _padded(model, "static", "right")
     fv.patch_model(model, "sdpa")
     torch.testing.assert_close(_padded(model, "static", "right"), expected, rtol=0, atol=1e-4)
-    cache, _ = cache_of("static", model)
-    ids, positions = torch.ones(1, NEW, dtype=torch.long), torch.tensor([POSITIONS["restarts"]])
-    with pytest.raises(ValueError, match="packed batch"):
-        model(ids, position_ids=positions, past_key_values=cache)
 
 
 def test_a_patched_model_looks_once_a_forward(monkeypatch):
     """The wrapper of the base model and the layers trust the one of the whole model."""
     model = fv.patch_model(new_model("llama"), "sdpa")
-    reads = []
-    monkeypatch.setattr(unpacked_rows, "raise_or_assert", lambda *args: reads.append(args))
+    reads = count(monkeypatch, unpacked_rows, "raise_or_assert")
     cache, _ = cache_of("filled", model)
     with torch.no_grad():
         model(torch.ones(1, NEW, dtype=torch.long), past_key_values=cache)
@@ -324,10 +263,7 @@ def test_a_patched_model_looks_once_a_forward(monkeypatch):
 def test_no_read_for_each_layer(monkeypatch):
     """By the name alone the first layer looks at the positions, for all."""
     model = new_model("llama", implementation="flexvarlen_doc", num_hidden_layers=4)
-    reads = []
-    read = Tensor.__bool__
-    monkeypatch.setattr(Tensor, "__bool__", lambda x: reads.append(x) or read(x))
-    counts = []
+    reads, counts = count(monkeypatch, Tensor, "__bool__"), []
     for tokens in (1, NEW, NEW):
         cache, _ = cache_of("static", model)
         reads.clear()

@@ -6,12 +6,14 @@ import inspect
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 import flexvarlen as fv
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
+from flexvarlen.patches.forward import make_row
+from tests.patches.batch.models import HOW, model_of
+from tests.patches.batch.test_found_once import count
 from tests.tiny_models import new_model, shared_model
 
 IDS = torch.arange(3, 15)[None]
@@ -65,43 +67,17 @@ def test_a_packed_row_is_refused_before_it_fills_a_cache(name, documents, asked)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_default_fills_none_from_a_packed_row(name):
+def test_the_default_fills_one_from_rows_of_one_document_alone(name):
     model = fv.patch_model(new_model(name), "sdpa")
     assert model.config.use_cache
     with torch.no_grad():
+        for mask in (torch.ones(12), torch.arange(12) >= 4, torch.arange(12) < 8):
+            assert tokens_in(model(IDS, attention_mask=mask.long()[None]).past_key_values) > 0
         assert model(IDS, position_ids=POSITIONS).past_key_values is None
-
-
-@pytest.mark.parametrize("documents", DOCUMENTS)
-def test_a_base_model_alone(documents):
-    base = fv.patch_model(new_model("llama").model, "sdpa")
-    with torch.no_grad():
-        assert base(IDS, **DOCUMENTS[documents]).past_key_values is None
+        base = model.base_model
+        assert base(IDS, position_ids=POSITIONS).past_key_values is None
         with pytest.raises(ValueError, match=REFUSED):
-            base(IDS, **DOCUMENTS[documents], use_cache=True)
-
-
-PADDING = {
-    "none": torch.ones(2, 12, dtype=torch.int64),
-    "left": torch.tensor([[0] * 4 + [1] * 8, [1] * 12]),
-    "right": torch.tensor([[1] * 8 + [0] * 4, [1] * 12]),
-}
-
-
-@pytest.mark.parametrize("padding", PADDING)
-@pytest.mark.parametrize("name", MODELS)
-def test_rows_of_one_document_keep_their_cache(name, padding):
-    """Padded or not, by default, when asked for, and in a cache that is given."""
-    ids, mask = IDS.repeat(2, 1), PADDING[padding]
-    model = fv.patch_model(new_model(name), "sdpa")
-    with torch.no_grad():
-        for asked in (
-            {},
-            {"use_cache": True},
-            {"past_key_values": DynamicCache(config=model.config)},
-        ):
-            cache = model(ids, attention_mask=mask, **asked).past_key_values
-            assert tokens_in(cache) > 0
+            base(IDS, position_ids=POSITIONS, use_cache=True)
 
 
 def test_a_row_of_padding_makes_no_room_for_a_document_in_another():
@@ -165,19 +141,6 @@ def test_a_compiled_recurrent_layer_fills_no_cache():
         compiled(IDS, position_ids=POSITIONS, use_cache=True)
 
 
-def test_layers_compiled_one_by_one():
-    model = fv.patch_model(new_model("llama"), "sdpa")
-    with torch.no_grad():
-        expected = model(IDS, position_ids=POSITIONS).logits
-        for layer in model.model.layers:
-            layer.compile(fullgraph=True, backend="eager")
-        out = model(IDS, position_ids=POSITIONS)
-        with pytest.raises(ValueError, match=REFUSED):
-            model(IDS, position_ids=POSITIONS, use_cache=True)
-    assert out.past_key_values is None
-    torch.testing.assert_close(out.logits, expected)
-
-
 @pytest.mark.parametrize(
     ("lengths", "batch", "one"),
     [
@@ -196,41 +159,33 @@ def test_one_document_a_row(lengths, batch, one):
     assert bool(one_document_per_row(layout, batch)) == one
 
 
-def test_no_read_of_the_device_in_training_nor_at_each_step(monkeypatch):
-    """What a prefill finds out, decoding does not ask again."""
+def test_training_does_not_ask_how_many_documents_a_row_has(monkeypatch):
     model = fv.patch_model(new_model("llama"), "sdpa")
-    reads = []
-    read = Tensor.__bool__
-    monkeypatch.setattr(Tensor, "__bool__", lambda x: reads.append(x) or read(x))
-    monkeypatch.setattr(
-        "flexvarlen.patches.forward.make_row.one_document_per_row", lambda *args: 1 / 0
-    )
+    monkeypatch.setattr(make_row, "one_document_per_row", lambda *args: 1 / 0)
     model.train()(IDS, position_ids=POSITIONS)
     model.eval()(IDS, position_ids=POSITIONS, use_cache=False)
-    monkeypatch.undo()
-    cache = model(IDS).past_key_values
-    monkeypatch.setattr(Tensor, "__bool__", lambda x: reads.append(x) or read(x))
-    reads.clear()
-    with torch.no_grad():
-        model(TOKEN["input_ids"], past_key_values=cache)
-    ours = len(reads)
-    fv.unpatch_model(model)
-    reads.clear()
-    with torch.no_grad():
-        model(TOKEN["input_ids"], past_key_values=cache)
-    assert ours <= len(reads)
+
+
+def test_a_step_of_decoding_reads_no_more_than_an_unpatched_one(monkeypatch):
+    """What a prefill finds out, decoding does not ask again."""
+    model = fv.patch_model(new_model("llama"), "sdpa")
+    cache, counts = model(IDS).past_key_values, []
+    for _ in range(2):
+        with torch.no_grad(), monkeypatch.context() as context:
+            reads = count(context, torch.Tensor, "__bool__")
+            model(TOKEN["input_ids"], past_key_values=cache)
+        counts.append(len(reads))
+        fv.unpatch_model(model)
+    assert counts[0] <= counts[1]
 
 
 @pytest.mark.parametrize("first", ["sliding_attention", "full_attention"])
-@pytest.mark.parametrize("how", ["patched", "name"])
+@pytest.mark.parametrize("how", HOW)
 def test_a_prefill_of_which_some_layers_have_room_left(how, first):
     """A layer that slides may hold just the row, and be packed; the next one is not."""
     second = {"sliding_attention": "full_attention"}.get(first, "sliding_attention")
     changes = {"layer_types": [first, second], "sliding_window": 4, "use_sliding_window": True}
-    if how == "name":
-        model = new_model("qwen2_windows", implementation="flexvarlen_doc", **changes)
-    else:
-        model = fv.patch_model(new_model("qwen2_windows", **changes), "sdpa")
+    model = model_of(how, "qwen2_windows", **changes)
     cache = StaticCache(config=model.config, max_cache_len=IDS.shape[1] + 6)
     with torch.no_grad(), pytest.raises(ValueError, match="do not increase by 1"):
         model(IDS, position_ids=POSITIONS, past_key_values=cache)

@@ -1,118 +1,28 @@
-"""Forms of a batch that meet each other: the documents stay what they are."""
+"""Documents beside what else a forward takes: masks, checkpoints, adapters, other dtypes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
-import peft
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 import flexvarlen as fv
 from tests import forms
 from tests.contract_oracle import Step, check_step, gradients_of, snapshot
 from tests.oracle import assert_as_accurate
+from tests.patches.lora import lora
 from tests.tiny_models import (
-    Batch,
-    batch_of,
     documents,
     exact_and_baseline,
     new_model,
     one_row,
-    padded_rows,
     shared_model,
-    two_rows,
 )
 
 KIND = "qwen3_windows"
 
 
-def embeddings(batch: Batch) -> torch.Tensor:
-    return shared_model(KIND).get_input_embeddings()(batch.ids)
-
-
-ONE, TWO, BOTH = one_row(), two_rows(), forms.both_sides()
-LATER = forms.ROWS["several_continued"]()
-
-
-@dataclass(frozen=True)
-class Combined:
-    """Rows, forms of tests/forms.py that are given at once, and what else the forward gets."""
-
-    batch: Batch
-    given: tuple[str, ...]
-    others: dict[str, Any] = field(default_factory=dict)
-    embedded: bool = False
-
-
-PADDED = ("padding_mask_and_position_ids",)
-POSITIONS = ("position_ids",)
-FORMS = {
-    "padding_at_both_ends": Combined(BOTH, PADDED),
-    "padding_at_both_ends_numbered": Combined(BOTH, ("document_ids",)),
-    "padding_at_both_ends_bool": Combined(BOTH, (*PADDED, "bool")),
-    "padding_at_both_ends_embedded": Combined(BOTH, ("document_ids",), embedded=True),
-    "embedded_cu_seq_lens": Combined(ONE, ("cu_seq_lens",), embedded=True),
-    "embedded_layout": Combined(ONE, ("packed_layout",), embedded=True),
-    "embedded_two_rows": Combined(TWO, ("document_ids",), embedded=True),
-    "two_rows_layout": Combined(TWO, ("packed_layout",)),
-    "two_rows_layout_and_ones": Combined(TWO, ("packed_layout", "ones")),
-    "two_rows_ones": Combined(TWO, (*POSITIONS, "ones")),
-    "int32": Combined(
-        ONE,
-        (),
-        {
-            "position_ids": ONE.position_ids.int(),
-            "attention_mask": torch.ones_like(ONE.ids).int(),
-        },
-    ),
-    "mask_of_float_ones": Combined(ONE, POSITIONS, {"attention_mask": torch.ones(ONE.ids.shape)}),
-    "max_length_too_large": Combined(
-        ONE, ("cu_seq_lens",), {"max_length_q": 256, "max_length_k": 256}
-    ),
-    "max_length_as_tensors": Combined(
-        ONE,
-        ("cu_seq_lens", "cu_seq_lens_k"),
-        {
-            "max_length_q": torch.tensor(98, dtype=torch.int32),
-            "max_length_k": torch.tensor(98, dtype=torch.int32),
-        },
-    ),
-    "cu_seq_lens_that_repeat": Combined(
-        ONE, (), {"cu_seq_lens_q": torch.cat([ONE.cu_seqlens, ONE.cu_seqlens[-1:].repeat(3)])}
-    ),
-    "cu_seq_lens_and_ones": Combined(ONE, ("cu_seq_lens", "ones")),
-    "cu_seq_lens_seq_idx": Combined(ONE, ("cu_seq_lens", "seq_idx")),
-    "continued": Combined(LATER, POSITIONS),
-    "continued_cu_seq_lens": Combined(LATER, ("cu_seq_lens", "positions")),
-    "continued_layout": Combined(LATER, ("packed_layout", "positions")),
-    "continued_numbered": Combined(LATER, ("document_ids", "positions")),
-    "spare_slots": Combined(
-        ONE, (), {"packed_layout": forms.layout_of(ONE, capacity=32, max_seqlen_bound=256)}
-    ),
-    "hidden_states": Combined(ONE, POSITIONS, {"output_hidden_states": True}),
-    "no_dict": Combined(ONE, POSITIONS, {"return_dict": False}),
-    "cache_position": Combined(ONE, POSITIONS, {"cache_position": torch.arange(256)}),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_each_form_is_the_documents_one_by_one(form):
-    batch, given = FORMS[form].batch, FORMS[form].given
-    inputs = forms.given(given[0], batch, *given[1:]) if given else {}
-    inputs |= FORMS[form].others
-    if FORMS[form].embedded:
-        inputs["inputs_embeds"] = embeddings(batch)
-    else:
-        inputs["input_ids"] = batch.ids
-    exact, baseline = exact_and_baseline(KIND, batch.order)
-    with fv.patched(shared_model(KIND), "sdpa") as model, torch.no_grad():
-        out = model(**inputs, labels=batch.ids)
-    loss, logits = out[:2] if isinstance(out, tuple) else (out.loss, out.logits)
-    assert_as_accurate(batch.of_documents(logits), exact.logits, baseline.logits, 2)
-    assert loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
+ONE, BOTH = one_row(), forms.both_sides()
 
 
 @pytest.mark.parametrize("form", ["position_ids", "cu_seq_lens", "packed_layout", "document_ids"])
@@ -157,53 +67,6 @@ def test_a_4d_mask_is_honoured(kind, train):
     assert (outs[0].logits - causal).abs().max() > 1, "the mask hides nothing"
 
 
-@pytest.mark.parametrize("padding", ["none", "left", "right", "both"])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_an_explicit_cache_of_one_document_a_row_goes_on(cache, padding):
-    """Prefill and two steps by hand, against the unpatched model."""
-    batch = {
-        "none": batch_of(((2,), (2,)), row_tokens=98),
-        "left": padded_rows(left=True),
-        "right": padded_rows(left=False),
-        "both": forms.rolled(padded_rows(left=False), 15),
-    }[padding]
-    tokens = batch.ids.shape[1]
-
-    def run(model):
-        kept = (
-            DynamicCache(config=model.config)
-            if cache == "dynamic"
-            else StaticCache(config=model.config, max_cache_len=tokens + 2)
-        )
-        seen = forms.real_tokens(batch)
-        positions = (seen.cumsum(-1) - 1).clamp(min=0)
-        given = {"past_key_values": kept, "use_cache": True}
-        made = []
-        with torch.no_grad():
-            out = model(batch.ids, attention_mask=seen, position_ids=positions, **given)
-            made.append(batch.of_documents(out.logits))
-            for n in range(2):
-                seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
-                positions = seen.sum(-1, keepdim=True) - 1
-                token = torch.full((2, 1), 7 + n)
-                out = model(token, attention_mask=seen, position_ids=positions, **given)
-                made.append(out.logits)
-        return made
-
-    model = new_model("llama")
-    expected = run(model)
-    for ours, theirs in zip(run(fv.patch_model(model, "sdpa")), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
-
-
-def lora(model):
-    torch.manual_seed(3)
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
-    return peft.get_peft_model(model, config)
-
-
 WAYS = {
     "plain": {},
     "reentrant": {"reentrant": True},
@@ -243,16 +106,6 @@ def test_gradients_of_what_is_combined(with_lora, autocast, way):
     plain = lora(plain) if with_lora else plain
     check_step(step, plain, [x.tolist() for x in documents()], autocast=autocast)
     torch._dynamo.reset()
-
-
-def test_gradients_reach_embeddings_of_their_own_document():
-    model = fv.patch_model(new_model("qwen3"), "sdpa").train()
-    embedded = model.get_input_embeddings()(BOTH.ids).detach().requires_grad_()
-    out = model(inputs_embeds=embedded, attention_mask=BOTH.document_ids)
-    third = (BOTH.document_ids == 2) & (torch.arange(2)[:, None] == 0)  # of the first row
-    out.logits[third].square().sum().backward()
-    reached = embedded.grad.abs().sum(-1) > 0
-    assert torch.equal(reached, third)
 
 
 # ---- what is refused ----
@@ -300,7 +153,12 @@ def test_a_block_mask(how, in_a_dict):
 
 
 @pytest.mark.parametrize(
-    ("form", "compiled"), [("packed_layout", False), ("seq_idx", False), ("seq_idx", True)]
+    ("form", "compiled"),
+    [
+        ("packed_layout", False),
+        ("seq_idx", False),
+        pytest.param("seq_idx", True, marks=pytest.mark.slow),
+    ],
 )
 def test_positions_that_go_on_under_longrope(form, compiled):
     """The rotary tables are made by the restarts, and would take two documents for one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DataCollatorWithFlattening
 
 import flexvarlen as fv
@@ -13,6 +12,7 @@ from flexvarlen.patches.batch.given_documents import GivenDocuments
 from flexvarlen.patches.isolation.documents import documents_of, layout_of, units_of
 from tests import forms
 from tests.oracle import assert_as_accurate
+from tests.patches.batch.models import HOW, NAME, PATCHED, model_of
 from tests.tiny_models import LENGTHS, documents, exact_and_baseline, new_model, one_row, two_rows
 
 ONE, TWO = one_row(), two_rows()
@@ -53,37 +53,19 @@ def check(batch, logits, *, by_row=False):
     assert_as_accurate(batch.of_documents(logits), exact.logits, baseline.logits, 2)
 
 
-@pytest.mark.pairwise(how=["patched", "name_alone"], form=BESIDE, rows=["one", "two"])
+@pytest.mark.pairwise(how=HOW, form=BESIDE, rows=["one", "two"])
 def test_a_change_begins_a_document(how, form, rows):
     batch = {"one": ONE, "two": TWO}[rows]
-    if how == "patched":
-        model = fv.patch_model(new_model(KIND), "sdpa")
-    else:
-        model = new_model(KIND, implementation="flexvarlen_doc")
+    model = model_of(how, KIND)
     given = {"seq_idx": numbers(batch), **BESIDE[form](batch)}
     with torch.no_grad():
         out = model(batch.ids, labels=batch.ids, use_cache=False, **given)
     # Nobody makes other positions for a plugin name alone.
-    by_row = how == "name_alone" or "position_ids" in given
+    by_row = how == NAME or "position_ids" in given
     check(batch, out.logits, by_row=by_row)
-    if how == "patched":  # labels, too
+    if how == PATCHED:  # labels, too
         exact, _ = exact_and_baseline(KIND, batch.order)
         assert out.loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("form", ["both", "alone"])
-@pytest.mark.sampled(1)
-def test_one_graph_for_any_documents(form):
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    model = torch.compile(fv.patch_model(new_model(KIND), "sdpa"), fullgraph=True, backend=counter)
-    for cut in (3, 100, None):
-        seq_idx = numbers(ONE) if cut is None else (through(ONE) >= cut).int()
-        with torch.no_grad():
-            out = model(ONE.ids, seq_idx=seq_idx, **BESIDE[form](ONE))
-    check(ONE, out.logits, by_row=form == "both")
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
@@ -145,40 +127,35 @@ WRONG = {
 @pytest.mark.parametrize(
     ("how", "case"),
     [
-        *(("patched", case) for case in WRONG),
-        *(("name_alone", case) for case in ("of_floats", "cu_seq_lens_k_alone", "too_short")),
+        *((PATCHED, case) for case in WRONG),
+        *((NAME, case) for case in ("of_floats", "cu_seq_lens_k_alone", "too_short")),
     ],
 )
 def test_what_cannot_be_honoured_raises(how, case):
-    if how == "patched":
-        model = fv.patch_model(new_model(KIND), "sdpa")
-    else:
-        model = new_model(KIND, implementation="flexvarlen_doc")
+    model = model_of(how, KIND)
     with pytest.raises(ValueError, match=r"seq_idx|cu_seq_lens_q") as caught:
         model(ONE.ids, **WRONG[case])
     assert len(str(caught.value).split()) > 6
 
 
-@pytest.mark.parametrize(
-    ("how", "name"), [("patched", "cu_seq_lens_k"), ("name_alone", "max_length_q")]
-)
-def test_halves_of_cu_seq_lens_raise_in_a_graph(how, name):
-    torch._dynamo.reset()
-    if how == "patched":
-        model = fv.patch_model(new_model(KIND, num_hidden_layers=1), "sdpa")
-    else:
-        model = new_model(KIND, implementation="flexvarlen_doc", num_hidden_layers=1)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    given = {"cu_seq_lens_k": ONE.cu_seqlens, "max_length_q": 98}[name]
-    with pytest.raises(Exception, match=f"{name} must be passed together with cu_seq_lens_q"):
-        compiled(ONE.ids, use_cache=False, **{name: given})
-    torch._dynamo.reset()
+IN_A_GRAPH = {
+    "cu_seq_lens_k": (
+        {"cu_seq_lens_k": ONE.cu_seqlens},
+        "cu_seq_lens_k must be passed together with cu_seq_lens_q",
+    ),
+    "contradiction": (
+        {"cu_seq_lens_q": ONE.cu_seqlens, "seq_idx": through(ONE) // 2},
+        "seq_idx must change where",
+    ),
+}
 
 
-def test_a_contradiction_in_a_graph_is_asserted():
+@pytest.mark.parametrize("case", IN_A_GRAPH)
+def test_what_cannot_be_honoured_raises_in_a_graph(case):
     torch._dynamo.reset()
-    model = fv.patch_model(new_model(KIND, num_hidden_layers=1), "sdpa")
+    given, words = IN_A_GRAPH[case]
+    model = model_of(PATCHED, KIND, num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    with pytest.raises(RuntimeError, match="seq_idx must change where"):
-        compiled(ONE.ids, cu_seq_lens_q=ONE.cu_seqlens, seq_idx=through(ONE) // 2)
+    with pytest.raises(Exception, match=words):
+        compiled(ONE.ids, use_cache=False, **given)
     torch._dynamo.reset()

@@ -117,14 +117,11 @@ def test_row_adapters_are_refused(adapter):
                 model(**batch)
         with refused:
             fv.verify_isolation(model, batches[0])
-        folder = TrainingArguments("unused", report_to=[], use_cpu=True)
+        arguments = TrainingArguments("unused", report_to=[], use_cpu=True)
+        state, control = TrainerState(is_world_process_zero=True), TrainerControl()
         with refused:
             IsolationCallback(batch=batches[0]).on_train_begin(
-                folder,
-                TrainerState(is_world_process_zero=True),
-                TrainerControl(),
-                model=model,
-                train_dataloader=None,
+                arguments, state, control, model=model, train_dataloader=None
             )
 
 

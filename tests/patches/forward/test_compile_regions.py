@@ -1,4 +1,4 @@
-"""Compilation that users can afford: layer by layer, once a form, and never given up in silence."""
+"""Compilation that users can afford: layer by layer, and once a kind of layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 import flexvarlen as fv
 from flexvarlen.attention.backends import sdpa
 from tests import forms
-from tests.oracle import assert_as_accurate
+from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.tiny_models import LENGTHS, exact_and_baseline, new_model, one_row
 
 BATCH = one_row()
@@ -40,7 +40,6 @@ def lengths_of(documents: int, longest: int) -> list[int]:
 # default sizes: (4, 128), (4, 256), (16, 64), (32, 64), (64, 256), (4, 128), (32, 64)
 SIZES = [(4, 100), (4, 200), (9, 60), (20, 60), (40, 130), (3, 90), (17, 33)]
 
-
 GIVEN = {
     "layout": ("packed_layout",),
     "position_ids": ("position_ids",),
@@ -62,7 +61,11 @@ def compiled_model(how, model, compiler=DYNAMO_ALONE, *, backend="sdpa", **setti
     """The patched model compiled, and the counter of its graphs."""
     counter = CompileCounterWithBackend(compiler)
     settings = {"fullgraph": True, "backend": counter, **settings}
-    if how == "regions_then_patch":
+    if how == "in_place":  # as accelerate does for FSDP2
+        compiled = fv.patch_model(model, backend)
+        for layer in model.model.layers:
+            layer.compile(**settings)
+    elif how == "regions_then_patch":
         compiled = fv.patch_model(compile_regions(model, **settings), backend)
     else:
         fv.patch_model(model, backend)
@@ -75,13 +78,13 @@ def check_right(kind, model, out):
     out.loss.backward()
     exact, baseline = exact_and_baseline(kind, BATCH.order)
     assert_as_accurate(out.logits[0].detach(), exact.logits, baseline.logits, 2)
-    seen = 0
-    for name, parameter in model.named_parameters():
-        name = name.replace("_orig_mod.", "")
-        assert_as_accurate(parameter.grad, exact.gradients[name], baseline.gradients[name], 3, name)
-        seen += 1
-    assert seen == len(exact.gradients)
+    gradients = {name.replace("_orig_mod.", ""): p.grad for name, p in model.named_parameters()}
+    assert_gradients_as_accurate(gradients, exact.gradients, baseline.gradients)
     model.zero_grad()
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 ORDERS = ("patch_then_regions", "regions_then_patch")
@@ -92,10 +95,10 @@ ORDERS = ("patch_then_regions", "regions_then_patch")
     [
         ("llama", "sdpa", ORDERS[1]),
         ("qwen3_windows", MIXED, ORDERS[0]),
-        pytest.param("llama", "sdpa", ORDERS[0], marks=pytest.mark.slow),
-        pytest.param("qwen3_windows", "sdpa", ORDERS[0], marks=pytest.mark.slow),
-        pytest.param("qwen3_windows", "sdpa", ORDERS[1], marks=pytest.mark.slow),
-        pytest.param("qwen3_windows", MIXED, ORDERS[1], marks=pytest.mark.slow),
+        slow("llama", "sdpa", ORDERS[0]),
+        slow("qwen3_windows", "sdpa", ORDERS[0]),
+        slow("qwen3_windows", "sdpa", ORDERS[1]),
+        slow("qwen3_windows", MIXED, ORDERS[1]),
     ],
 )
 def test_regions_are_right_and_compiled_once_a_kind_of_layers(kind, backend, how):
@@ -105,41 +108,29 @@ def test_regions_are_right_and_compiled_once_a_kind_of_layers(kind, backend, how
     assert counter.frame_count == PARTS + (1 if kind == "llama" else 2)
 
 
-@pytest.mark.parametrize("how", ORDERS)
-@pytest.mark.slow
-def test_regions_are_right_in_inductor(how):
-    model = new_model("llama")
-    compiled, counter = compiled_model(how, model, "inductor")
-    check_right("llama", compiled, compiled(**inputs_of("position_ids")))
-    assert counter.frame_count == PARTS + 1
-
-
-@pytest.mark.parametrize("mode", ["train", "eval", "eval_no_grad"])
-@pytest.mark.sampled(1)
-def test_more_layers_make_no_more_graphs(mode):
+@pytest.mark.parametrize(
+    ("how", "mode"),
+    [
+        ("patch_then_regions", "train"),
+        ("in_place", "eval_no_grad"),
+        slow("patch_then_regions", "eval"),
+        slow("patch_then_regions", "eval_no_grad"),
+        slow("in_place", "train"),
+    ],
+)
+def test_more_layers_make_no_more_graphs(how, mode):
     """A cache, which transformers makes in eval mode, would give each layer its own."""
-    model = new_model("qwen3_windows", num_hidden_layers=6).train(mode == "train")
-    compiled, counter = compiled_model("patch_then_regions", model)
+    model = new_model("qwen3_windows", num_hidden_layers=4).train(mode == "train")
+    compiled, counter = compiled_model(how, model)
     for form in ("position_ids", "layout"):
         with torch.set_grad_enabled(mode != "eval_no_grad"):
             assert compiled(**inputs_of(form)).logits.isfinite().all()
-    assert counter.frame_count == PARTS + 2
+    assert counter.frame_count == 2 + (0 if how == "in_place" else PARTS)
 
 
-def test_layers_compiled_in_place_make_no_more_graphs():
-    """As accelerate does for FSDP2."""
-    model = fv.patch_model(new_model("llama", num_hidden_layers=4), "sdpa")
-    counter = CompileCounterWithBackend("aot_eager")
-    for layer in model.model.layers:
-        layer.compile(backend=counter, fullgraph=True)
-    with torch.no_grad():
-        model(**inputs_of("position_ids"))
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("how", ORDERS)
+@pytest.mark.parametrize("how", [ORDERS[1], slow(ORDERS[0])])
 def test_the_model_that_regions_were_made_of_is_left_as_it_was(how):
-    model = new_model("llama")
+    model = new_model("llama", num_hidden_layers=1)
     before = model(**inputs_of("position_ids")).logits
     compiled, _ = compiled_model(how, model)
     compiled(**inputs_of("position_ids"))
@@ -158,45 +149,10 @@ def test_regions_of_a_model_with_a_method_of_the_instance_are_compiled():
     assert counter.frame_count == PARTS + 1
 
 
-def test_unpatching_leaves_no_hook():
-    model = new_model("llama")
-    fv.unpatch_model(fv.patch_model(fv.patch_model(model, "sdpa"), "reference"))
-    assert not any(part._forward_pre_hooks for part in model.modules())
+# ---- other sizes ----
 
 
-# ---- once a form ----
-
-
-@pytest.mark.parametrize("how", ["patch_then_regions", "whole"])
-@pytest.mark.slow  # in one mode: test_regions_are_right_and_compiled_once_a_kind_of_layers
-def test_returning_to_an_earlier_form_compiles_nothing(how):
-    model = new_model("qwen3_windows")
-    forms = ("layout", "position_ids", "document_ids", "cu_seq_lens")
-    settings = [(True, True), (False, True), (False, False)]  # train, gradients
-    if how == "whole":  # where each is seconds
-        del settings[1]
-    with torch._dynamo.config.patch(recompile_limit=32):
-        compiled, counter = compiled_model(how, model, backend=MIXED)
-        counts = []
-        for train, grad in settings * 2:
-            for form in forms:
-                compiled.train(train)
-                with torch.set_grad_enabled(grad):
-                    compiled(**inputs_of(form))
-                counts.append(counter.frame_count)
-    new = [after - before for before, after in zip([0, *counts], counts, strict=False)]
-    assert new[len(new) // 2 :] == [0] * (len(new) // 2)
-    if how == "whole":
-        assert new[: len(new) // 2] == [1] * (len(new) // 2)
-    else:  # layers see no form; each of the two kinds, and each part, at most once a mode
-        assert [sum(new[i : i + 4]) for i in (0, 4)] == [PARTS + 2, 2]
-        assert sum(new[8:12]) <= PARTS + 2
-
-
-FORMS = ("layout", "cu_seq_lens", "collator")
-
-
-@pytest.mark.parametrize("form", [*FORMS, "position_ids"])
+@pytest.mark.parametrize("form", ["layout", "cu_seq_lens", "collator", "position_ids"])
 @pytest.mark.parametrize("how", ["patch_then_regions", "whole"])
 @pytest.mark.sampled(1)  # whole: test_compiled_lengths.py
 def test_other_sizes_cost_at_most_one_compilation_more(how, form):
@@ -213,16 +169,6 @@ def test_other_sizes_cost_at_most_one_compilation_more(how, form):
     assert counts[2:] == [counts[2]] * len(counts[2:])
 
 
-@pytest.mark.slow  # Dynamo's own, which nothing of ours catches
-def test_a_recompile_limit_raises_under_fullgraph():
-    with torch._dynamo.config.patch(recompile_limit=2):
-        model = new_model("llama", num_hidden_layers=1)
-        compiled, _ = compiled_model("whole", model, dynamic=False)
-        with torch.no_grad(), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):  # noqa: PT012
-            for size in SIZES:
-                compiled(**inputs_of("layout", lengths_of(*size)))
-
-
 # ---- checkpointing ----
 
 
@@ -235,35 +181,45 @@ def attentions(monkeypatch):
     return runs
 
 
-HOW = ("eager", "patch_then_regions", "whole")
+CHECKPOINTS = {  # and how often two layers attend
+    "not_reentrant": ({"use_reentrant": False}, 4),  # in the forward and when it is repeated
+    "reentrant": ({"use_reentrant": True}, 4),
+    "selective": (
+        {
+            "use_reentrant": False,
+            "context_fn": partial(
+                create_selective_checkpoint_contexts, [torch.ops.flexvarlen.sdpa_forward.default]
+            ),
+        },
+        2,
+    ),
+}
 
 
-def checkpointed(how, **settings):
-    model = new_model("llama").train()
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("eager", "not_reentrant"),
+        ("eager", "selective"),
+        ("patch_then_regions", "reentrant"),
+        slow("eager", "reentrant"),
+        slow("patch_then_regions", "not_reentrant"),
+        slow("patch_then_regions", "selective"),
+        *(slow("whole", kind) for kind in CHECKPOINTS),
+    ],
+)
+def test_checkpointing_attends_again_unless_attention_is_kept(how, kind, attentions):
+    settings, expected = CHECKPOINTS[kind]
+    model, counter = new_model("llama").train(), None
     model.gradient_checkpointing_enable(settings)
     if how == "eager":
-        return fv.patch_model(model, "sdpa"), None
-    return compiled_model(how, model, "aot_eager")
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.sampled(2)
-def test_checkpointing_runs_attention_again_and_is_right(how, reentrant, attentions):
-    model, counter = checkpointed(how, use_reentrant=reentrant)
+        fv.patch_model(model, "sdpa")
+    else:
+        compiler = "aot_eager" if kind == "selective" else DYNAMO_ALONE
+        model, counter = compiled_model(how, model, compiler)
     for _ in range(2):
         attentions.clear()
         check_right("llama", model, model(**inputs_of("position_ids")))
-        assert len(attentions) == 4  # two layers, forward and recomputation
+        assert len(attentions) == expected
     if counter is not None:
         assert counter.frame_count == (1 if how == "whole" else PARTS + 1)
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.sampled(1)
-def test_selective_checkpointing_keeps_what_attention_gave(how, attentions):
-    ops = [torch.ops.flexvarlen.sdpa_forward.default]
-    contexts = partial(create_selective_checkpoint_contexts, ops)
-    model, _ = checkpointed(how, use_reentrant=False, context_fn=contexts)
-    check_right("llama", model, model(**inputs_of("position_ids")))
-    assert len(attentions) == 2  # two layers, forward alone

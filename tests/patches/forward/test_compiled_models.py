@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import StaticCache
 
 import flexvarlen as fv
 from flexvarlen.layout import launch_sizes as launch
 from flexvarlen.patches.models import rope as rotary
 from tests import forms
 from tests.backends import ON_GPU
-from tests.oracle import assert_as_accurate
+from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.tiny_models import LENGTHS, VOCABULARY, documents, exact_and_baseline, new_model
 
 T, CAPACITY = 256, 16
@@ -36,8 +35,8 @@ def packings() -> list[list[int]]:
 
 def inputs_of(form: str, lengths: list[int], device: str) -> dict:
     """The documents as keyword arguments of a forward."""
-    if form == "position_ids":
-        return forms.given("position_ids", forms.row_of(lengths, device=device))
+    if form in ("position_ids", "seq_idx"):
+        return forms.given(form, forms.row_of(lengths, device=device))
     if form == "document_ids":  # some of 0, padding, but not in the last packing
         ids = [(i + 1) % (4 if lengths != list(LENGTHS) else 99) for i in range(len(lengths))]
         mask = torch.tensor(ids).repeat_interleave(torch.tensor(lengths))[None]
@@ -50,6 +49,12 @@ def inputs_of(form: str, lengths: list[int], device: str) -> dict:
 def apart(ours, theirs) -> float:
     """Distance of two tensors, as a share of the second's norm."""
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+
+
+def kept_tables(graphs) -> list:
+    """The nodes that keep a rotary table: one for the cosines, one for the sines."""
+    nodes = (node for graph in graphs for node in graph.graph.nodes)
+    return [x for x in nodes if x.target is torch.ops.flexvarlen.materialize.default]
 
 
 def check(
@@ -66,6 +71,7 @@ def check(
 ):
     """Many packings through one graph: each as in the eager model, the last as one by one."""
     torch._dynamo.reset()
+    dynamo_utils.clear_compilation_metrics()
     model = new_model(kind, head_dim=head_dim, num_hidden_layers=layers)
     model = model.to(device=device, dtype=dtype).train(train)
     fv.patch_model(model, backend)
@@ -94,44 +100,47 @@ def check(
         for name in gradients:
             assert apart(gradients[name], eager_gradients[name]) < 4 * limit, (lengths, name)
     assert counter.frame_count == 1, f"{counter.frame_count} compilations"
-    if layers != 2:
+    if layers != 2:  # nor is a hook of ours compiled, whose guards would be checked in each call
+        assert len(dynamo_utils.get_compilation_metrics()) == 1
+        assert not kept_tables(counter.graphs)  # in short rows a launch more takes longer
         return
     exact, baseline = exact_and_baseline(kind, ORDER, dtype, device, head_dim)
     assert_as_accurate(logits, exact.logits, baseline.logits, 2)
-    for name in gradients:
-        assert_as_accurate(
-            gradients[name], exact.gradients[name], baseline.gradients[name], 3, name
-        )
+    if train:
+        assert_gradients_as_accurate(gradients, exact.gradients, baseline.gradients)
 
 
 GPU_BACKENDS = (*ON_GPU, "auto")
-FORMS = ("position_ids", "document_ids", "layout", "cu_seq_lens")
+FORMS = ("position_ids", "document_ids", "layout", "cu_seq_lens", "seq_idx")
 
 
-WHOLE = ("sdpa", "position_ids")
-"""Trained, with windows, and through AOTAutograd; by default others are traced in one layer."""
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    ("backend", "form"),
+    ("kind", "backend", "form", "compiler"),
     [
-        *(("sdpa", form) for form in FORMS),
+        ("qwen3_windows", "sdpa", "position_ids", "aot_eager"),
+        ("llama", "sdpa", "document_ids", "eager"),
+        ("llama", "sdpa", "seq_idx", "eager"),
+        # Layouts by default: test_compile_regions.py, and test_families.py whole.
+        *(slow("qwen3_windows", "sdpa", form, "eager") for form in FORMS[1:]),
         # Its kernel in a graph: attention/test_compiled_attention.py.
-        *(pytest.param("flex", form, marks=pytest.mark.slow) for form in FORMS[:2]),
+        *(slow("qwen3_windows", "flex", form, "eager") for form in FORMS[:2]),
     ],
 )
-@pytest.mark.sampled(3)
-def test_one_graph_for_any_documents(backend, form, request):
-    if (backend, form) == WHOLE:
-        check("qwen3_windows", backend, form, "aot_eager", train=True)
-    elif request.config.getoption("--slow"):
-        check("qwen3_windows", backend, form, "eager", train=backend == "sdpa")
+def test_one_graph_for_any_documents(kind, backend, form, compiler):
+    """With windows and gradients, or of one layer that is only traced."""
+    if kind == "llama":
+        check(kind, backend, form, compiler, train=False, layers=1)
     else:
-        check("llama", backend, form, "eager", train=False, layers=1)
+        check(kind, backend, form, compiler, train=backend == "sdpa")
 
 
-@pytest.mark.parametrize(("backend", "form"), [("sdpa", "position_ids"), ("flex", "document_ids")])
-@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("backend", "form"), [("sdpa", "position_ids"), slow("flex", "document_ids")]
+)
 def test_one_graph_for_any_documents_in_inductor(backend, form):
     """The backward of attention in inductor: attention/test_compiled_attention.py."""
     check("llama", backend, form, "inductor", train=False, layers=1)
@@ -158,25 +167,18 @@ def test_one_graph_for_any_documents_on_a_gpu(backend, form, monkeypatch):
     check("qwen3_windows", backend, form, "inductor", train=True, **where)
 
 
-@pytest.mark.parametrize("tokens", [T, launch.SHORT_ROW + 1])
-def test_rotary_tables_are_kept_in_long_rows(tokens):
-    """Once a forward, not once a layer; in short rows a launch more takes longer."""
-    layers = 1 if tokens == T else 2
-    model = fv.patch_model(new_model("llama", num_hidden_layers=layers), "sdpa")
+def test_rotary_tables_are_kept_in_long_rows():
+    """Once a forward, not once a layer."""
+    torch._dynamo.reset()
+    tokens = launch.SHORT_ROW + 1
+    model = fv.patch_model(new_model("llama"), "sdpa")
     layout = fv.PackedLayout.from_lengths([tokens // 3, tokens - tokens // 3])
     given = {"input_ids": torch.arange(tokens)[None] % VOCABULARY, "packed_layout": layout}
-    found = []
-
-    def compiler(graph, example):
-        found.extend(node.target for node in graph.graph.nodes)
-        return graph
-
-    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
     with torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True, backend=compiler)(**given).logits
+        compiled = torch.compile(model, fullgraph=True, backend=counter)(**given).logits
         torch.testing.assert_close(compiled, model(**given).logits)
-    kept = [target for target in found if target is torch.ops.flexvarlen.materialize.default]
-    assert len(kept) == (0 if tokens == T else 2)
+    assert len(kept_tables(counter.graphs)) == 2
 
 
 def test_a_rotary_table_that_is_one_tensor():
@@ -188,17 +190,6 @@ def test_a_rotary_table_that_is_one_tensor():
 
     found = torch.compile(kept, fullgraph=True, backend="aot_eager")(table)
     assert torch.equal(found, table)
-
-
-def test_dynamo_compiles_one_frame():
-    """None for our hook, whose guards would be checked in each call."""
-    model = fv.patch_model(new_model("llama", num_hidden_layers=1), "sdpa")
-    torch._dynamo.reset()
-    dynamo_utils.clear_compilation_metrics()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        compiled(input_ids=torch.cat(documents())[None], **inputs_of("layout", LENGTHS, "cpu"))
-    assert len(dynamo_utils.get_compilation_metrics()) == 1
 
 
 @pytest.mark.gpu
@@ -226,36 +217,6 @@ def test_cuda_graphs_see_other_documents(backend):
         assert apart(logits[real], eager[real]) < 0.05, lengths
         assert logits.isfinite().all(), lengths
     assert dynamo_utils.counters["inductor"]["cudagraph_skips"] == before
-
-
-# ---- caches ----
-
-
-# By the name alone transformers makes a mask of document ids booleans before any layer sees it.
-@pytest.mark.parametrize(
-    ("how", "form"),
-    [("patched", "position_ids"), ("patched", "document_ids"), ("name", "position_ids")],
-)
-@pytest.mark.sampled(1)
-def test_documents_beside_a_static_cache_raise(how, form):
-    torch._dynamo.reset()
-    name = "flexvarlen_doc" if how == "name" else "sdpa"
-    model = new_model("llama", implementation=name, num_hidden_layers=1)
-    if how == "patched":
-        fv.patch_model(model, "sdpa")
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    ids = torch.cat(documents())[None]
-
-    def run(lengths):
-        cache = StaticCache(config=model.config, max_cache_len=300)
-        given = inputs_of(form, lengths, "cpu")
-        with torch.no_grad():
-            return compiled(ids, past_key_values=cache, **given).logits
-
-    assert run([T]).isfinite().all()
-    for lengths in (list(LENGTHS), [1] * T):
-        with pytest.raises(RuntimeError, match="flexvarlen: a packed batch"):
-            run(lengths)
 
 
 # What a graph made for documents of at most 200 tokens cannot hold.

@@ -24,6 +24,13 @@ BATCHES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def noises(model, run):
     """The noise of each document in each forward that `run` makes."""
     seen = []
@@ -118,40 +125,26 @@ def break_the_graph(model):
     [
         *((change, False) for change in (replace_embeddings, add_adapter, break_the_graph)),
         (break_the_graph, True),  # the others change nothing that Dynamo sees otherwise
-        pytest.param(replace_embeddings, True, marks=pytest.mark.slow),
-        pytest.param(add_adapter, True, marks=pytest.mark.slow),
     ],
 )
 def test_a_model_that_changed_after_the_patch(change, compiled):
     """A graph breaks where the model has noise."""
-    torch._dynamo.reset()
     model = fv.patch_model(new_model("llama", num_hidden_layers=1), "sdpa").train()
     change(model)
     activate_neftune(model, ALPHA)
     run = torch.compile(model, backend="eager") if compiled else model
     check(model, lambda: run(**BATCHES["packed"]), LENGTHS)
-    torch._dynamo.reset()
 
 
-def test_compiled():
-    torch._dynamo.reset()
+def test_compiled_until_it_is_unpatched():
+    """Then transformers' own noise is there again, and nothing is left that refuses it."""
     model = fv.patch_model(new_model("llama", num_hidden_layers=1), "sdpa").train()
     activate_neftune(model, ALPHA)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"noise_alpha must be used without torch\.compile"):
         compiled(**BATCHES["packed"])
-    torch._dynamo.reset()
-
-
-def test_compiled_after_unpatching():
-    """transformers' own noise again: nothing is left that refuses it."""
-    torch._dynamo.reset()
-    model = fv.patch_model(new_model("llama", num_hidden_layers=1), "sdpa").train()
     fv.unpatch_model(model)
-    activate_neftune(model, ALPHA)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
     ids = torch.tensor([DOCUMENTS[0]])
     with torch._dynamo.config.patch(capture_scalar_outputs=True):  # which its own noise needs
         first, second = (compiled(input_ids=ids, use_cache=False).logits for _ in range(2))
     assert not torch.equal(first, second)
-    torch._dynamo.reset()

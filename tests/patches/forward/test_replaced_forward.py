@@ -29,6 +29,12 @@ def check(model):
     assert out.loss.item() == pytest.approx(exact.loss.item(), rel=1e-5)
 
 
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    yield
+    torch._dynamo.reset()
+
+
 def own_method(module):
     """As Liger does on an instance, in its own words."""
 
@@ -51,11 +57,6 @@ def of_class(module):
 
 
 SETTERS = (own_method, class_method, closure, of_class)
-PARTS = {
-    "head": lambda model: (model,),
-    "base": lambda model: (model.model,),
-    "both": lambda model: (model, model.model),
-}
 
 
 @pytest.mark.pairwise(
@@ -64,14 +65,12 @@ PARTS = {
     compiled=[False, True],
 )
 def test_raises_until_patched_again(part, setter, compiled):
-    torch._dynamo.reset()
     model = fv.patch_model(new_model("llama"), "sdpa")
-    for module in PARTS[part](model):
+    for module in (model, model.model)[: 2 if part == "both" else 1]:
         setter(module)
     run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     with pytest.raises(Exception if compiled else ValueError, match=SAYS):
         run(BATCH.ids, **NUMBERED)
-    torch._dynamo.reset()
     check(fv.patch_model(model, "sdpa"))
     fv.unpatch_model(model)
     plain = new_model("llama")
@@ -97,14 +96,12 @@ def test_of_the_base_model_alone(setter):
 
 def test_a_base_model_on_its_own_is_one_graph():
     """Whether its head is still wrapped is asked while tracing."""
-    torch._dynamo.reset()
     model = fv.patch_model(new_model("llama"), "sdpa")
     compiled = torch.compile(model.model, backend="eager", fullgraph=True)
     exact, baseline = exact_and_baseline("llama", BATCH.order)
     with torch.no_grad():
         states = compiled(BATCH.ids, attention_mask=BATCH.document_ids).last_hidden_state
         assert_as_accurate(model.lm_head(states)[0], exact.logits, baseline.logits, 2)
-    torch._dynamo.reset()
 
 
 def test_below_a_peft_model():
@@ -163,29 +160,23 @@ AROUND = {
     "wraps": _wrapped,
     "partial": functools.partial,
     "object": _Object,
-    "compiled": lambda forward: torch.compile(forward, backend="eager"),
 }
 
 
-@pytest.mark.parametrize(
-    "how",  # one that is compiled says so as one by functools.wraps does
-    [pytest.param(x, marks=pytest.mark.slow) if x == "compiled" else x for x in AROUND],
-)
+@pytest.mark.parametrize("how", AROUND)
 def test_a_wrapper_around_ours_is_no_replacement(how):
-    torch._dynamo.reset()
     model = fv.patch_model(new_model("llama"), "sdpa")
     for module in (model, model.model):
         module.forward = AROUND[how](module.forward)
     check(model)
     base = {"input_ids": BATCH.ids, "attention_mask": BATCH.document_ids}
-    if how in ("wraps", "compiled"):  # as functools.wraps does it
+    if how == "wraps":
         assert model.model(**base) is not None
     else:
         with pytest.raises(ValueError, match=SAYS):  # of a head that may be anything
             model.model(**base)
     check(fv.patch_model(model, "sdpa"))
     assert model.model(**base) is not None
-    torch._dynamo.reset()
 
 
 # ---- how a forward is called ----
@@ -208,8 +199,6 @@ def test_arguments_that_the_forward_does_not_take(patch):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.sampled(2)
 def test_a_loss_of_the_users_own_gets_what_it_got(when, compiled):
-    torch._dynamo.reset()
-
     def loss(logits, labels, vocab_size):
         assert vocab_size == logits.shape[-1]
         return logits.sum() + (labels != -100).sum()
@@ -228,7 +217,6 @@ def test_a_loss_of_the_users_own_gets_what_it_got(when, compiled):
         assert out.loss.item() == pytest.approx(out.logits.sum().item() + kept, rel=1e-4)
     fv.unpatch_model(model)
     assert model.loss_function is loss
-    torch._dynamo.reset()
 
 
 def test_a_base_model_patched_again_still_refuses_a_head_without_its_wrapper():

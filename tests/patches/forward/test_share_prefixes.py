@@ -19,16 +19,17 @@ from flexvarlen.patches.batch.padded_batch import (
 )
 from flexvarlen.patches.state import ATTRIBUTE
 from tests.backends import FLASH, gpu_param
-from tests.patches.forward.test_unpad import (
+from tests.patches.forward.padded_runs import (
     ENCODERS,
     TEXT,
     assert_as_accurate_as_padded,
     assert_same,
     model_with,
     next_tokens,
+    pair,
     seen_tokens,
 )
-from tests.tiny_models import VOCABULARY, new_model
+from tests.tiny_models import VOCABULARY, config_of, new_model
 
 SHARING = [kind for kind in TEXT if kind not in ENCODERS]
 
@@ -70,46 +71,41 @@ def sharing(model, backend="auto", **changes):
     return fv.patch_model(copy.deepcopy(model), backend, **changes)
 
 
+def check(inputs, tokens, kind="llama", head="CausalLM", **settings):
+    """Loss and gradients are the padded run's; so many tokens are computed."""
+    plain, ours, shapes = pair(head, kind, sharing)
+    for model in (plain, ours):
+        if settings:
+            model.gradient_checkpointing_enable(settings)
+    inputs = {"labels": next_tokens(inputs), **inputs}
+    out, expected = assert_same(plain, ours, inputs)
+    assert shapes == [(1, tokens)]
+    return out, expected
+
+
 @pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document after another")
 @pytest.mark.parametrize("side", ["right", "both"])
 @pytest.mark.parametrize("kind", SHARING)
 @pytest.mark.sampled(8)
 def test_loss_and_gradients_are_the_padded_run_s(kind, side):
-    plain = model_with("CausalLM", kind)
-    if kind == "gemma4_text":  # its scores are not scaled: too large for fp32 and this tolerance
-        plain.double().set_attn_implementation("sdpa")
-    ours = sharing(plain)
-    shapes = seen_tokens(ours)
-    inputs = padded(side, pad=plain.config.get_text_config().pad_token_id)
-    inputs["labels"] = next_tokens(inputs)
-    out, expected = assert_same(plain, ours, inputs)
-    assert shapes == [(1, TOKENS)]
+    inputs = padded(side, pad=config_of(kind).get_text_config().pad_token_id)
+    out, expected = check(inputs, TOKENS, kind)
     real = inputs["attention_mask"] == 1
     torch.testing.assert_close(out.logits[real], expected.logits[real], atol=1e-3, rtol=1e-3)
 
 
 def test_rows_at_other_positions_share_nothing():
-    plain = model_with("CausalLM", "llama")
-    ours = sharing(plain)
-    shapes = seen_tokens(ours)
     inputs = padded("right")
     inputs["position_ids"] = torch.arange(ROW + 4)[None] + torch.arange(8)[:, None]
-    inputs["labels"] = next_tokens(inputs)
-    assert_same(plain, ours, inputs)
-    assert shapes == [(1, sum(map(len, rows())))]
+    check(inputs, sum(map(len, rows())))
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama4_text"])
 def test_rows_that_begin_elsewhere_share_nothing(kind):
     """Llama 4 scales queries by their place in the row, whatever their position_ids."""
-    plain = model_with("CausalLM", kind)
-    ours = sharing(plain)
-    shapes = seen_tokens(ours)
     inputs = padded("left", [rows()[0], rows()[1]])
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    inputs["labels"] = next_tokens(inputs)
-    assert_same(plain, ours, inputs)
-    assert shapes == [(1, len(rows()[0]) + len(rows()[1]))]
+    check(inputs, len(rows()[0]) + len(rows()[1]), kind)
 
 
 def test_only_rows_of_equal_token_types_share():
@@ -196,35 +192,19 @@ def test_gradients_of_shared_tokens_are_summed_in_fp32():
 
 
 def test_a_batch_without_padding():
-    plain = model_with("CausalLM", "llama")
-    ours = sharing(plain)
-    shapes = seen_tokens(ours)
     inputs = padded("right", [torch.cat([rows()[0][:50], x[-10:]]) for x in rows()[:3]])
-    inputs = {name: x[:, :60] for name, x in inputs.items()}
-    inputs["labels"] = next_tokens(inputs)
-    assert_same(plain, ours, inputs)
-    assert shapes == [(1, 80)]
+    check({name: x[:, :60] for name, x in inputs.items()}, 80)
 
 
 def test_short_beginnings_and_rows_of_padding():
-    plain = model_with("CausalLM", "llama")
-    ours = sharing(plain)
-    shapes = seen_tokens(ours)
     first = rows()[0]
-    inputs = padded("right", [first[:40], torch.cat([first[:31], first[:5]]), first[:0]])
-    inputs["labels"] = next_tokens(inputs)
-    assert_same(plain, ours, inputs)
-    assert shapes == [(1, 76)]
+    check(padded("right", [first[:40], torch.cat([first[:31], first[:5]]), first[:0]]), 76)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_a_classifier(kind):
-    plain = model_with("SequenceClassification", kind)
-    ours = sharing(plain)
-    shapes = seen_tokens(ours)
-    inputs = padded("right") | {"labels": torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])}
-    assert_same(plain, ours, inputs)
-    assert shapes == [(1, TOKENS)]
+    labels = torch.tensor([0, 1, 1, 0, 1, 0, 0, 1])
+    check({**padded("right"), "labels": labels}, TOKENS, kind, "SequenceClassification")
 
 
 @pytest.mark.parametrize("form", ["seq_idx", "document ids", "mask and positions", "two rows"])
@@ -255,31 +235,7 @@ def test_a_classifier_of_packed_rows_with_padding(form):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_under_gradient_checkpointing(reentrant):
-    plain = model_with("CausalLM", "qwen3")
-    plain.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    ours = sharing(plain)
-    shapes = seen_tokens(ours)
-    inputs = padded("both")
-    inputs["labels"] = next_tokens(inputs)
-    assert_same(plain, ours, inputs)
-    assert shapes == [(1, TOKENS)]
-
-
-@pytest.mark.slow  # trees: test_trees.py; what unpad leaves outside: test_unpad.py
-def test_other_trees_of_equal_sizes_compile_nothing_again():
-    plain = model_with("CausalLM", "llama", num_hidden_layers=1)
-    ours = sharing(plain, "sdpa", unpad_to_multiple_of=128)
-    torch._dynamo.reset()
-    compiled = torch.compile(ours, backend="eager")
-    graphs = []
-    for seed in range(3):
-        inputs = padded("right", rows(seed))
-        inputs["labels"] = next_tokens(inputs)
-        torch.testing.assert_close(
-            compiled(**inputs).loss, plain(**inputs).loss, rtol=1e-5, atol=1e-6
-        )
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs == graphs[:1] * 3
+    check(padded("both"), TOKENS, "qwen3", use_reentrant=reentrant)
 
 
 @pytest.mark.parametrize(

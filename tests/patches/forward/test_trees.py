@@ -13,6 +13,8 @@ from transformers import Trainer, TrainingArguments
 import flexvarlen as fv
 from flexvarlen.measure import watch_compilation
 from flexvarlen.reference.recurrences import plain_recurrences
+from tests.contract_oracle import gradients_of
+from tests.contract_training import settings
 from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.tiny_models import VOCABULARY, new_model, shared_model, texts_alone
 
@@ -88,8 +90,7 @@ def test_each_sample_is_a_document(family, checkpointing):
     logits = torch.cat(shared.unfold(out.logits.detach()))
     assert_as_accurate(logits, exact.logits, baseline.logits, 2, "logits")
     assert_as_accurate(out.loss.detach(), exact.loss, baseline.loss, 2, "loss")
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert_gradients_as_accurate(gradients, exact.gradients, baseline.gradients)
+    assert_gradients_as_accurate(gradients_of(model), exact.gradients, baseline.gradients)
 
 
 @pytest.mark.filterwarnings(LOOP)
@@ -110,7 +111,7 @@ def test_one_tree_or_nothing_shared(chosen, family):
     torch.testing.assert_close(out.loss, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_windows", "lfm2"])
+@pytest.mark.parametrize("family", ["lfm2", pytest.param("qwen3_windows", marks=pytest.mark.slow)])
 def test_one_graph_for_batches_of_equal_sizes(family):
     """The last one without padding."""
     torch._dynamo.reset()
@@ -146,8 +147,7 @@ def test_a_hybrid_on_a_gpu(family):
     out.loss.backward()
     logits = torch.cat(shared.unfold(out.logits.detach().cpu()))
     assert_as_accurate(logits, exact.logits.cpu(), baseline.logits.cpu(), 2, "logits")
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert_gradients_as_accurate(gradients, exact.gradients, baseline.gradients)
+    assert_gradients_as_accurate(gradients_of(model), exact.gradients, baseline.gradients)
     if family not in ("qwen3_5_text", "lfm2"):  # experts break graphs
         return
     torch._dynamo.reset()
@@ -169,17 +169,8 @@ def on_the_gpu(shared):
 def test_trainer(tmp_path):
     """A step gives the weights that the samples give one by one."""
     data = [{"input_ids": text} for text in samples()]
-    settings = {"report_to": [], "save_strategy": "no", "use_cpu": True, "learning_rate": 0.01}
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=1,
-        per_device_train_batch_size=len(data),
-        optim="sgd",
-        max_grad_norm=0.0,
-        lr_scheduler_type="constant",
-        remove_unused_columns=False,
-        **settings,
-    )
+    sizes = {"max_steps": 1, "per_device_train_batch_size": len(data)}
+    arguments = settings(tmp_path, remove_unused_columns=False, **sizes)
     model = new_model("llama")
     one_by_one = alone(copy.deepcopy(model))
     expected = {
@@ -187,7 +178,7 @@ def test_trainer(tmp_path):
     }
     trainer = Trainer(
         model=fv.patch_model(model, "sdpa"),
-        args=arguments,
+        args=TrainingArguments(**arguments),
         train_dataset=data,
         data_collator=fv.TreeCollator(total_tokens=160),
     )
@@ -200,44 +191,38 @@ def test_trainer(tmp_path):
 # ---- what is refused ----
 
 
-def shared_batch(**changes):
-    return {**fv.share_prefixes(samples(), total_tokens=160).batch(), **changes}
+ROW = torch.ones(1, 160, dtype=torch.long)
+BATCHES = [
+    fv.share_prefixes(texts, total_tokens=160).batch() for texts in (samples(), [[5, 6, 7], [8, 9]])
+]
+"""The samples of the second happen to share nothing."""
+
+
+BESIDE_ANY = (
+    ({"labels": ROW}, "labels cannot be combined with a packed_layout of trees"),
+    ({"use_cache": True}, "trees cannot fill a cache"),
+    ({"position_ids": torch.arange(160)[None]}, "position_ids cannot be combined"),
+    ({"shift_labels": None}, "must come with shift_labels"),
+    ({"return_dict": False}, "return_dict must be True"),
+    ({"logits_to_keep": 3}, "logits_to_keep must be 0"),
+)
+BESIDE_SHARED = (
+    ({"attention_mask": ROW}, "attention_mask cannot be combined"),
+    ({"label_counts": None}, "must come with label_counts"),
+)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("batch", "changes", "words"),
     [
-        (
-            {"labels": torch.zeros(1, 160, dtype=torch.long)},
-            "labels cannot be combined with a packed_layout of trees",
-        ),
-        (
-            {"attention_mask": torch.ones(1, 160, dtype=torch.long)},
-            "attention_mask cannot be combined",
-        ),
-        ({"use_cache": True}, "trees cannot fill a cache"),
-        ({"position_ids": torch.arange(160)[None]}, "position_ids cannot be combined"),
-        ({"label_counts": None}, "must come with label_counts"),
-        ({"shift_labels": None}, "must come with shift_labels"),
-        ({"return_dict": False}, "return_dict must be True"),
-        ({"logits_to_keep": 3}, "logits_to_keep must be 0"),
+        *((batch, *case) for batch in BATCHES for case in BESIDE_ANY),
+        *((BATCHES[0], *case) for case in BESIDE_SHARED),
     ],
 )
-def test_arguments_beside_a_tree(changes, words):
+def test_arguments_beside_a_tree(batch, changes, words):
     model = fv.patch_model(new_model("llama"), "sdpa")
     with pytest.raises(ValueError, match=words):
-        model(**shared_batch(**changes))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("labels", torch.ones(1, 5, dtype=torch.long)), ("return_dict", False), ("logits_to_keep", 3)],
-)
-def test_the_same_is_refused_where_samples_happen_to_share_nothing(name, value):
-    batch = fv.share_prefixes([[5, 6, 7], [8, 9]]).batch()
-    model = fv.patch_model(new_model("llama"), "sdpa")
-    with pytest.raises(ValueError, match=f"{name} .* with a packed_layout of trees"):
-        model(**batch, **{name: value})
+        model(**{**batch, **changes})
 
 
 @pytest.mark.parametrize(
@@ -251,15 +236,14 @@ def test_the_same_is_refused_where_samples_happen_to_share_nothing(name, value):
 def test_models_without_trees(family, words):
     invariant = words == "batch_invariant"
     model = fv.patch_model(new_model(family), "sdpa", batch_invariant=invariant)
-    batch = shared_batch()
-    with pytest.raises(NotImplementedError, match=words):
-        model(input_ids=batch["input_ids"], packed_layout=batch["packed_layout"])
-    with pytest.raises(NotImplementedError, match=words):
-        model(**fv.share_prefixes([[5, 6, 7], [8, 9]]).batch())
+    shared = {name: BATCHES[0][name] for name in ("input_ids", "packed_layout")}
+    for batch in (shared, BATCHES[1]):
+        with pytest.raises(NotImplementedError, match=words):
+            model(**batch)
 
 
 def test_a_model_that_is_not_patched():
     model = new_model("llama", implementation="flexvarlen_doc")
-    batch = shared_batch()
+    batch = BATCHES[0]
     with pytest.raises(ValueError, match="needs a patched model"):
         model(batch["input_ids"], packed_layout=batch["packed_layout"], use_cache=False)
