@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
 from tests.contract_oracle import gradients_of
-from tests.patches.lora import lora
 from tests.tiny_models import (
     exact_and_baseline,
+    lora,
     new_model,
     one_by_one,
     one_row,

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import flexvarlen as fv
-from tests.patches.lora import lora
-from tests.tiny_models import new_model
+from tests.tiny_models import lora, new_model
 
 IDS = torch.arange(3, 40)[None]
 

@@ -10,10 +10,10 @@ import flexvarlen as fv
 from tests import forms
 from tests.contract_oracle import Step, check_step, gradients_of, snapshot
 from tests.oracle import assert_as_accurate
-from tests.patches.lora import lora
 from tests.tiny_models import (
     documents,
     exact_and_baseline,
+    lora,
     new_model,
     one_row,
     shared_model,

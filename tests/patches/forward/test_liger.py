@@ -17,14 +17,13 @@ from types import MethodType
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState
 from torch.nn.functional import linear
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import flexvarlen as fv
 from tests.contract_oracle import by_document, gradients_of
-from tests.contract_training import documents, settings
+from tests.contract_training import documents, forget_accelerate, settings
 from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.tiny_models import new_model
 
@@ -187,12 +186,6 @@ def test_logits_in_eval_mode_and_after_unpatching():
 # ---- Trainer ----
 
 
-@pytest.fixture
-def _accelerate_as_it_was():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def trainer(model, tmp_path, *callbacks):
     return Trainer(
         model,
@@ -212,10 +205,10 @@ class PatchAgain(TrainerCallback):
 def loss_without(tmp_path_factory):
     model = fv.patch_model(new_model("qwen3"), "sdpa")
     yield trainer(model, tmp_path_factory.mktemp("without")).train().training_loss
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerate()
 
 
-@pytest.mark.usefixtures("_accelerate_as_it_was")
+@pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("how", ["as_it_comes", "patched_again", "applied_before"])
 def test_trainer_that_applies_it_as_training_starts(how, loss_without, tmp_path, monkeypatch):
     """Under `use_liger_kernel`, on the instance, when the model is patched already."""
