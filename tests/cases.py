@@ -303,7 +303,7 @@ class Case:
         beside: names of `forms.BESIDE`.
         labels: "tokens", one of `LABELS_OF_DOCUMENTS`, or None: no labels.
         dtype: of positions, masks and document numbers, where their values fit.
-        pads: documents may hold the padding token, or nothing else.
+        pads: documents hold the padding token; under a head that pools, some nothing else.
         embeddings: inputs_embeds in place of ids.
         by_position: arguments are given by position, labels among them.
         calls: cached: new tokens of each call; the first one or two are the prompt.

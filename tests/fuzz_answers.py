@@ -120,7 +120,7 @@ def _own_questions(parent: Any) -> Any:
     class OwnQuestions(parent):  # type: ignore[misc]
         def forward(self, input_ids=None, attention_mask=None, **kwargs):
             out = self.base_model(input_ids, attention_mask=attention_mask, **kwargs)
-            return QuestionAnsweringModelOutput(start_logits=out[0][..., 0].softmax(-1))
+            return QuestionAnsweringModelOutput(start_logits=(out[0][..., 0] / 10).softmax(-1))
 
     return OwnQuestions
 
@@ -155,8 +155,10 @@ def batch_of(model: Any, case: Case) -> Batch:
     if case.pads:
         texts = [x.clone() for x in texts_of(batch)]
         for number, text in enumerate(texts):
-            begin = 0 if number % 3 == 0 else len(text) // 2 if number % 2 == 0 else len(text)
-            text[begin:] = token
+            if case.pools and number % 3 == 0:  # else equal tokens, which may have no gradient
+                text[:] = token
+            elif number % 2 == 0:
+                text[len(text) // 2 + 1 :] = token
         batch.ids[batch.document_ids > 0] = torch.cat(texts)
     return batch
 
