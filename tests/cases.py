@@ -334,9 +334,18 @@ class Case:
         return self.of.family in ENCODERS
 
     @property
+    def task(self) -> str:
+        return HEADS[self.of.head]
+
+    @property
     def pools(self) -> bool:
         """Whether the head gives one output for each document."""
-        return HEADS[self.of.head] == "SequenceClassification"
+        return self.task == "SequenceClassification"
+
+    @property
+    def predicts(self) -> bool:
+        """Whether labels are those of the next token."""
+        return self.of.head == "own" and not self.is_encoder
 
 
 BACKENDS = {"sdpa": 20, "reference": 15, "auto": 9, "flex": 1}

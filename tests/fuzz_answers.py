@@ -19,7 +19,7 @@ from transformers.modeling_outputs import QuestionAnsweringModelOutput, Sequence
 
 import flexvarlen as fv
 from tests import forms
-from tests.cases import FLOATS, FORMS, HEADS, LABELS, Case
+from tests.cases import FLOATS, FORMS, HEADS, LABELS, REPLACED, Case
 from tests.tiny_models import KINDS, Batch, new_model
 
 Inputs = dict[str, Any]
@@ -53,24 +53,22 @@ def run(case: Case) -> tuple[Outcome, list[Outcome]]:
             with _ready(model, case):
                 found = (_decode if case.calls else _together)(model, case, batch)
         except (ValueError, NotImplementedError) as refusal:
-            if any(sentence in str(refusal) for sentence in _may_refuse(case, batch)):
+            if any(sentence in str(refusal) for sentence in _may_refuse(case)):
                 raise RefusedCase(str(refusal)) from refusal
             raise
-    of_each_token = case.of.head == "TokenClassification" or (
-        case.of.head == "own" and case.is_encoder
-    )
-    if case.of.mode == "base alone" and not of_each_token:
+    of_one_token = not (case.pools or case.predicts or case.task == "QuestionAnswering")
+    if case.of.mode == "base alone" and not of_one_token:
         raise AssertionError("a head over a base model that is patched alone has run")
     if case.labels == "wrong" and len(case.rows.lengths) > 1:
         raise AssertionError("labels that are not those of the documents were accepted")
     return found, expected
 
 
-def _may_refuse(case: Case, batch: Batch) -> list[str]:
+def _may_refuse(case: Case) -> list[str]:
     sentences = []
     if case.of.mode == "base alone":
         sentences.append("a head around a patched base model must be patched too")
-    if HEADS[case.of.head] == "QuestionAnswering" and FORMS[case.of.form].rows[:3] != "one":
+    if case.task == "QuestionAnswering" and FORMS[case.of.form].rows[:3] != "one":
         sentences.append("pools each row to one output, so a row must hold one document")
     if case.labels == "wrong":
         sentences.append("labels must be one for each of the")
@@ -172,7 +170,7 @@ def texts_of(batch: Batch) -> tuple[Tensor, ...]:
 def labels_of(case: Case, batch: Batch) -> Tensor | None:
     """As a forward takes them: of tokens `[B, S]`, -100 where none is, or of each document."""
     count = len(case.rows.lengths)
-    if case.labels is None or HEADS[case.of.head] == "QuestionAnswering":
+    if case.labels is None or case.task == "QuestionAnswering":
         return None
     if not case.pools:
         ids = batch.ids % LABELS if case.of.head == "TokenClassification" else batch.ids
@@ -187,15 +185,10 @@ def labels_of(case: Case, batch: Batch) -> Tensor | None:
     return torch.randint(LABELS, (1 if case.labels == "wrong" else count,), generator=generator)
 
 
-def _predicts(case: Case) -> bool:
-    """Whether labels are those of the next token."""
-    return case.of.head == "own" and not case.is_encoder
-
-
 def _counted(case: Case, batch: Batch) -> Tensor:
     """bool `[B, S]`: tokens whose labels count: a causal model does not predict the first."""
     counted = batch.document_ids > 0
-    if _predicts(case):
+    if case.predicts:
         firsts = torch.zeros(int(counted.sum()), dtype=torch.bool)
         firsts[[0, *accumulate(case.rows.lengths)][:-1]] = True
         counted[counted.clone()] = ~firsts
@@ -204,7 +197,7 @@ def _counted(case: Case, batch: Batch) -> Tensor:
 
 def _loss(case: Case, batch: Batch, outputs: Tensor, labels: Tensor | None) -> Tensor | None:
     """The mean over all labels of the documents, or None where the head makes none."""
-    if labels is None or case.labels == "wrong" or case.of.head in list(HEADS)[5:]:
+    if labels is None or case.labels == "wrong" or case.of.head in REPLACED:
         return None
     if case.labels == "several":
         return binary_cross_entropy_with_logits(outputs.float(), labels)
@@ -212,7 +205,7 @@ def _loss(case: Case, batch: Batch, outputs: Tensor, labels: Tensor | None) -> T
         return mse_loss(outputs[:, 0].float(), labels)
     if not case.pools:
         labels = batch.of_documents(labels.masked_fill(~_counted(case, batch), -100))
-        if _predicts(case):
+        if case.predicts:
             outputs = pad(outputs, (0, 0, 1, 0))[:-1]
     return cross_entropy(outputs.float(), labels)
 
@@ -233,7 +226,8 @@ def _together(model: Any, case: Case, batch: Batch) -> Outcome:
         inputs["use_cache"] = case.use_cache
     if labels is not None:
         inputs.setdefault("labels", labels)
-    by_position = [inputs.pop(name, None) for name in BY_POSITION] if case.by_position else []
+    names = (*BY_POSITION, "labels") if case.by_position else ()
+    by_position = [inputs.pop(name, None) for name in names]
     out = _call(model, case, *by_position, **inputs)
     outputs = out[_output(case)]
     outputs = outputs if case.pools else batch.of_documents(outputs)
@@ -245,10 +239,7 @@ def _together(model: Any, case: Case, batch: Batch) -> Outcome:
 
 
 TYPED = ("position_ids", "attention_mask", "seq_idx")
-BY_POSITION = (
-    *("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds"),
-    "labels",
-)
+BY_POSITION = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")
 
 
 def _in_dtype(case: Case, x: Tensor) -> Tensor:
@@ -267,7 +258,7 @@ def _collated(case: Case, batch: Batch, labels: Tensor | None) -> Inputs:
         for example, own in zip(examples, split, strict=True):
             example["labels"] = own.tolist()
     unwanted = {"use_cache"} if of_tokens else {"use_cache", "labels"}
-    collator = fv.PackedCollator(next_token_labels=_predicts(case))
+    collator = fv.PackedCollator(next_token_labels=case.predicts)
     return {x: y for x, y in collator(examples).items() if x not in unwanted}
 
 
@@ -291,7 +282,7 @@ def _call(model: Any, case: Case, *args: Any, **inputs: Any) -> Any:
 
 
 def _output(case: Case) -> str:
-    if HEADS[case.of.head] == "QuestionAnswering":
+    if case.task == "QuestionAnswering":
         return "start_logits"
     return "last_hidden_state" if case.of.head == "none" else "logits"
 
