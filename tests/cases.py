@@ -155,7 +155,9 @@ def possible(given: Combination) -> Combination:
         mode = "eval"
     if backend == "sdpa" and family in NO_SDPA:
         backend = "reference"
-    if backend == "reference" and mode == "batch invariant":
+    if mode == "batch invariant" and (
+        backend == "reference" or (backend == "auto" and family in NO_SDPA)
+    ):
         mode = "deterministic"
     if form == "tree" and head == "SequenceClassification":
         head = "TokenClassification"

@@ -102,7 +102,7 @@ def largest_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
     gradients = [x for name, x in largest.items() if name.startswith("gradient")]
     errors = []
     for name, theirs in expected.items():
-        least = max(gradients) / 10 if name.startswith("gradient") else 1e-3
+        least = max([*gradients, 1e-6]) / 10 if name.startswith("gradient") else 1e-3
         difference = (found[name].double() - theirs.double()).abs().max().item()
         error = difference / max(largest[name], least)
         errors.append((error if error < float("inf") else float("inf"), name))
