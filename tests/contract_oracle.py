@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
+from tests.tiny_models import texts_alone
 
 
 @dataclass(frozen=True)
@@ -44,40 +44,18 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def by_document(
-    model: nn.Module,
-    documents: Sequence[Sequence[int]],
-    *,
-    first: int = 0,
-    labels: Sequence[Sequence[int]] | None = None,
-    num_labels: int | None = None,
-    smoothing: float = 0.0,
-    autocast: bool = False,
+    model: nn.Module, documents: Sequence[Sequence[int]], *, first: int = 0, **how: Any
 ) -> Step:
     """Loss and gradients of the documents one by one.
 
     Args:
         model: not patched.
         first: the position of each document's first token.
-        labels: of each document, -100 is ignored; default: its tokens.
-        num_labels: what the sum is divided by; default: all labels that are foreseen.
-        smoothing: of the labels.
-        autocast: forwards run under bf16 autocast.
+        how: as in `tiny_models.texts_alone`.
     """
-    labels = documents if labels is None else labels
-    weights, losses, seen = snapshot(model), [], 0
-    for ids, own in zip(documents, labels, strict=True):
-        ids, own = torch.tensor(ids), torch.tensor(own)
-        positions = torch.arange(first, first + len(ids))[None]
-        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            logits = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        losses.append(cross_entropy(wide[:-1], own[1:], reduction="sum", label_smoothing=smoothing))
-        seen += int((own[1:] != -100).sum())
-    loss = torch.stack(losses).sum() / (seen if num_labels is None else num_labels)
-    loss.backward()
-    gradients = gradients_of(model)
-    model.zero_grad()
-    return Step(weights, loss.detach(), gradients)
+    weights = snapshot(model)
+    found = texts_alone(model, [(torch.tensor(ids), first) for ids in documents], **how)
+    return Step(weights, found.loss, found.gradients)
 
 
 def check_step(step: Step, plain: nn.Module, documents: Sequence[Sequence[int]], **how) -> None:

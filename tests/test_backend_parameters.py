@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
-
 from tests.backends import ALL, ON_CPU, gpu_param, kernels, serving
 
 
@@ -25,8 +22,3 @@ def test_a_kernel_that_refuses_the_call_is_not_generated():
     made = [param.values[0][0] for param in serving(kernels(*ALL, gpu=False), return_lse=True)]
     assert "reference" in made
     assert "sdpa" not in made
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
-def test_nothing_that_needs_a_gpu_is_collected_on_the_cpu(request):
-    assert not [item for item in request.session.items if "gpu" in item.keywords]

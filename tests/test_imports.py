@@ -91,8 +91,13 @@ def entry_of(name: str) -> str | None:
     return max(own, key=len) if own else None
 
 
-def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
+@cache
+def imports_of(path: Path) -> list[tuple[str, str]]:
     """Module and name (perhaps a module too) of all imports, also those inside functions."""
+    return list(imported(ast.parse(path.read_text())))
+
+
+def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return  # nothing is imported for annotations
     if isinstance(node, ast.Import):
@@ -107,7 +112,7 @@ def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
 def own_imports(path: Path) -> set[str]:
     """The package's modules that a file imports."""
     found = set()
-    for module, name in imported(ast.parse(path.read_text())):
+    for module, name in imports_of(path):
         own = module.removeprefix("flexvarlen.")
         inside = name if module == "flexvarlen" else f"{own}.{name}"
         found.add(inside if inside in MODULES else own)
@@ -144,7 +149,7 @@ def test_no_circle():
 
 def test_no_private_name_of_another_package():
     for name, path in MODULES.items():
-        for module, private in imported(ast.parse(path.read_text())):
+        for module, private in imports_of(path):
             top, package, *_ = f"{module}.".split(".")
             if top == "flexvarlen" and package != name.partition(".")[0]:
                 is_private = private.startswith("_") and private not in ("_version", "__version__")
@@ -161,9 +166,7 @@ def test_backends_do_not_import_one_another():
 def test_transformers_is_known_to_patches_and_above():
     for name, path in MODULES.items():
         if ORDER.index(entry_of(name)) > ORDER.index("patches"):
-            packages = {
-                module.partition(".")[0] for module, _ in imported(ast.parse(path.read_text()))
-            }
+            packages = {module.partition(".")[0] for module, _ in imports_of(path)}
             assert "transformers" not in packages, name
 
 
@@ -174,6 +177,13 @@ def test_public_names_are_what_dir_shows_and_each_has_a_home():
         found = getattr(flexvarlen, name)
         assert getattr(found, "__name__", name) == name
     assert dir(flexvarlen) == sorted(flexvarlen.__all__)
+
+
+def printed(program: str) -> str:
+    """What a process of its own prints."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 SLOW = (
@@ -188,9 +198,8 @@ def test_import_brings_nothing_that_takes_long():
         "import sys, torch; before = set(sys.modules); import flexvarlen; "
         "print(*(set(sys.modules) - before))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    brought = done.stdout.split()
-    assert "flexvarlen" in brought, done.stderr
+    brought = printed(program).split()
+    assert "flexvarlen" in brought
     assert not [name for name in brought if name.startswith(SLOW)]
     assert len([name for name in brought if name.startswith("flexvarlen")]) <= 3
 
@@ -221,9 +230,7 @@ REGISTERED = (
 )
 @pytest.mark.sampled(2)
 def test_names_are_registered_whoever_is_imported_first(first):
-    program = f"{first}\n{REGISTERED}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed(f"{first}\n{REGISTERED}")
 
 
 WITHOUT_DISTRIBUTED = """
@@ -250,6 +257,4 @@ model(torch.ones(1, 5, dtype=torch.int64), packed_layout=fv.PackedLayout.from_le
 
 def test_a_torch_built_without_distributed():
     """As builds for some boards are."""
-    code = [sys.executable, "-c", WITHOUT_DISTRIBUTED]
-    done = subprocess.run(code, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    printed(WITHOUT_DISTRIBUTED)

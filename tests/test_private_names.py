@@ -15,21 +15,22 @@ from pathlib import Path
 import pytest
 
 import flexvarlen
-from tests.private_names import FLA, NAMES
+from tests.private_names import NAMES
 
 ROOT = Path(flexvarlen.__file__).parent
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "fla")
 
 
-@pytest.mark.parametrize("name", NAMES, ids=lambda x: f"{x.dotted} {x.takes}".partition(" ")[0])
+@pytest.mark.parametrize("name", NAMES, ids=lambda x: x.dotted.partition(" ")[0])
 def test_name_is_there(name):
     package = name.dotted.partition(".")[0]
     if package == "fla" and find_spec("fla") is None:
         pytest.skip("fla-core is not installed")
     candidates = name.dotted.split(" | ")
-    found = [x for x in map(_in_source if name in FLA else _imported, candidates) if x is not None]
+    find = _in_source if package == "fla" else _imported
+    found = [x for x in map(find, candidates) if x is not None]
     where = f"{package} {version({'fla': 'fla-core'}.get(package, package))}"
-    needs = f"on which flexvarlen/{name.used_by.replace(' ', ', flexvarlen/')} depends"
+    needs = f"on which flexvarlen/{', flexvarlen/'.join(name.used_by)} depends"
     assert found, f"{where} has no {name.dotted}, {needs}"
     _check_parameters(found[0], name, f"{name.dotted} of {where}", needs)
     if name.holds is not None:
@@ -41,10 +42,10 @@ def test_name_is_there(name):
 
 
 def _check_parameters(found, name, what, needs):
-    for words in name.takes.split():
+    for words in name.takes:
         taken = _parameters(found)
         assert {*words.split("|")} & taken, f"{what} takes no {words}, {needs}; it takes {taken}"
-    for words in name.says.split():
+    for words in name.says:
         text = inspect.getsource(found)
         assert any(x in text for x in words.split("|")), f"{what} says no {words}, {needs}"
 
@@ -120,7 +121,7 @@ def _in_source(dotted):
 
 def test_list_holds_every_private_name_that_the_code_uses():
     """Imports with an underscore in them, and attributes that no file of ours defines."""
-    listed = {x for name in NAMES for x in re.split(r"[. |]+", f"{name.dotted} {name.says}")}
+    listed = {x for name in NAMES for x in re.split(r"[. |]+", " ".join([name.dotted, *name.says]))}
     listed |= PYTHONS | FLASH_ATTENTIONS
     ours, used = set(), {}
     for file in _files():
@@ -138,7 +139,7 @@ def test_list_names_files_that_use_the_name():
     stale = [
         (name.dotted, used_by)
         for name in NAMES
-        for used_by in name.used_by.split()
+        for used_by in name.used_by
         if not _own_words(name) & texts.get(used_by, set())
     ]
     assert stale == []
@@ -147,7 +148,7 @@ def test_list_names_files_that_use_the_name():
 def _own_words(name):
     """Its last part, and the words by which our code may use it."""
     last = {place.rpartition(".")[2] for place in name.dotted.split(" | ")}
-    return last | _words(f"{name.takes} {name.says}")
+    return last | _words(" ".join([*name.takes, *name.says]))
 
 
 PYTHONS = {"_asdict", "_fields", "_make", "_replace", "_getframe"}

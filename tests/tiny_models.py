@@ -69,17 +69,31 @@ def config_of(kind: str, head_dim: int = 16, **changes: Any):
     return config_class(**{**sizes, **extra, **changes})
 
 
-def new_model(kind: str, *, head_dim: int = 16, implementation: str | None = None, **changes: Any):
-    """A model of its own, always with the same weights, in fp32 and eval mode."""
+def new_model(
+    kind: str,
+    *,
+    head_dim: int = 16,
+    implementation: str | None = None,
+    task: str | None = None,
+    **changes: Any,
+):
+    """A model of its own, always with the same weights, in fp32 and eval mode.
+
+    Args:
+        task: as transformers names the head's class; default: the family's.
+    """
     torch.manual_seed(0)
     config = config_of(kind, head_dim, **changes)
     config._experts_implementation = "eager"  # the others have no fp64
     if implementation is None:  # some have no sdpa
         implementation = "sdpa" if kind in KINDS else "eager"
-    task = "CausalLM" if kind in KINDS else BY_TYPE[kind].task
-    auto_class = getattr(transformers, f"AutoModelFor{task}")
+    auto_class = getattr(transformers, f"AutoModelFor{task or task_of(kind)}")
     model = auto_class.from_config(config, attn_implementation=implementation)
     return draw_weights(model).eval()
+
+
+def task_of(kind: str) -> str:
+    return "CausalLM" if kind in KINDS else BY_TYPE[kind].task
 
 
 def balances_experts(model_type: str) -> bool:
@@ -150,23 +164,37 @@ def one_by_one(model: PreTrainedModel, order: tuple[tuple[int, int], ...]) -> Ou
     return texts_alone(model, [(documents()[index], first) for index, first in order])
 
 
-def texts_alone(model: PreTrainedModel, texts: Sequence[tuple[Tensor, int]]) -> Outcome:
+def texts_alone(
+    model: PreTrainedModel,
+    texts: Sequence[tuple[Tensor, int]],
+    *,
+    labels: Sequence[Sequence[int]] | None = None,
+    num_labels: int | None = None,
+    smoothing: float = 0.0,
+    autocast: bool = False,
+) -> Outcome:
     """Each text in a forward of its own; the loss is the mean over all labels.
 
     Args:
         model: not patched.
         texts: token ids `[L]` and first position of each.
+        labels: of each text, -100 is ignored; default: its tokens.
+        num_labels: what the sum is divided by; default: all labels that are predicted.
+        smoothing: of the labels.
+        autocast: forwards run under bf16 autocast.
     """
-    logits, losses, labels = [], [], 0
-    for given, first in texts:
+    logits, losses, seen = [], [], 0
+    for number, (given, first) in enumerate(texts):
         ids = given.to(model.device)
+        own = ids if labels is None else torch.tensor(labels[number], device=model.device)
         positions = torch.arange(first, first + len(ids), device=model.device)[None]
-        out = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+            out = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
         wide = out if out.dtype == torch.float64 else out.float()
-        losses.append(cross_entropy(wide[:-1], ids[1:], reduction="sum"))
+        losses.append(cross_entropy(wide[:-1], own[1:], reduction="sum", label_smoothing=smoothing))
         logits.append(out.detach())
-        labels += len(ids) - 1
-    loss = torch.stack(losses).sum() / labels
+        seen += int((own[1:] != -100).sum())
+    loss = torch.stack(losses).sum() / (seen if num_labels is None else num_labels)
     loss.backward()
     # A vision tower has none.
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

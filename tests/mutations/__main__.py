@@ -15,15 +15,11 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.mutations import of_models, of_packages, of_recurrent_layers
-from tests.mutations.mutation import Mutation
+from tests.mutations.mutation import Mutation, listed
 
 ROOT = Path(__file__).parents[2]
-MUTATIONS = (
-    *of_packages.MUTATIONS,
-    *of_models.MUTATIONS,
-    *of_recurrent_layers.MUTATIONS,
-)
+TABLES = ("packages.txt", "models.txt", "recurrent_layers.txt")
+MUTATIONS = [x for name in TABLES for x in listed(Path(__file__).with_name(name))]
 
 
 def survives(mutation: Mutation) -> str | None:

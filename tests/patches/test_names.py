@@ -28,7 +28,7 @@ from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.models.layers import recurrent_layers
 from flexvarlen.patches.names import INTERFACES, NEEDS, check_interfaces
 from flexvarlen.patches.trainer_callback import below_trainers
-from tests.private_names import TRANSFORMERS
+from tests.private_names import NAMES
 from tests.renamed import Case, outcomes
 from tests.tiny_models import new_model, shared_model
 
@@ -84,9 +84,11 @@ def test_a_keyword_of_attention_is_missed():
 def listed():
     """The names of `tests/private_names/`: in models of their module, or in all of transformers."""
     kinds = {model_type_to_module_name(kind): kind for kind in BY_TYPE}
-    for name in TRANSFORMERS:
+    for name in NAMES:
         for dotted in name.dotted.split(" | "):
             path = dotted.split(".")
+            if path[0] != "transformers":
+                continue
             if path[1] == "models" and path[2] in kinds:
                 yield Case(kinds[path[2]], path[-1])
             elif path[1] != "models":

@@ -2,10 +2,10 @@
 
     python -m tests.same_answers OLD_CHECKOUT NEW_CHECKOUT
 
-Runs a fixed pairwise sample of model families, heads, forms of a batch, modes and backends on each,
-and compares the bits of all outputs and gradients, or the sentences that are raised. Prints a line
-for each case that differs, and exits with 1 if there is any. A checkout may be a folder of files:
-`mkdir old && git archive COMMIT | tar -x -C old`.
+Runs a fixed sample of the combinations of `tests.cases`, families, heads, forms of a batch, modes
+and backends, on each, and compares the bits of all outputs and gradients, or the sentences that are
+raised. Prints a line for each case that differs, and exits with 1 if there is any. A checkout may
+be a folder of files: `mkdir old && git archive COMMIT | tar -x -C old`.
 
 With `--device cuda` the old checkout runs twice: what differs between its own runs may differ by
 three times as much in the new one.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from tests.same_answers.cases import sample
+from tests.same_answers.cases import case_of, name_of, sample
 from tests.same_answers.compare import differences
 
 CHILD = Path(__file__).with_name("child.py")
@@ -61,7 +61,8 @@ def start(
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     begin = time.perf_counter()
-    cases = [x for x in sample(args.device, args.seed, args.cases) if args.only in x["name"]]
+    chosen = [x for x in sample(args.device, args.seed)[: args.cases] if args.only in name_of(x)]
+    cases = [case_of(x, args.device) for x in chosen]
     sides = [args.old.resolve(), args.new.resolve()]
     if args.device == "cuda":
         sides.append(sides[0])

@@ -1,79 +1,40 @@
-"""The cases: a pairwise sample of families, heads, batches, modes and backends, as plain data.
+"""Cases of `tests.cases` as plain data, which names nothing of flexvarlen.
 
-A case names nothing of flexvarlen, so every checkout gets the very same config and tensors.
+So every checkout gets the very same config and tensors.
 """
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import random
-from collections import Counter
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-import transformers
 
 import flexvarlen as fv
 from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
-from flexvarlen.patches.models.families import BY_TYPE
-from tests import forms
+from tests import cases, forms
+from tests.cases import HEADS, KINDS_OF_LAYERS, MODES, Combination
 from tests.patches.models import images
-from tests.tiny_models import documents
+from tests.tiny_models import documents, task_of
 
-Case = dict[str, Any]
 Inputs = dict[str, Any]
 
-# Each stands for a way of its layers: windows, softcap, sinks, chunks, experts, shared keys and
-# values, latent attention, longrope, M-RoPE, encoders, the delta rule, Mamba-2, short convolutions.
-FAMILIES = (
-    *("llama", "mistral", "gemma2", "gpt_oss", "llama4_text", "qwen3_moe", "gemma4_text"),
-    *("deepseek_v3", "phi3", "qwen2_vl", "qwen3_5", "roberta", "modernbert"),
-    *("qwen3_next", "granitemoehybrid", "mamba2", "lfm2"),
-)
-HEADS = ("own", "none", "SequenceClassification", "TokenClassification")
-MODES: dict[str, Inputs] = {
-    "train": {},
-    "eval": {},
-    "checkpointing": {},
-    "compiled": {},
-    "generate": {},
-    "by name": {},
-    "unpatched": {},
-    "unpad": {"unpad": True},
-    "unpad and share prefixes": {"unpad": True, "share_prefixes": True},
-    "deterministic": {"deterministic": True},
-    "batch invariant": {"batch_invariant": True},
-}
-"""How the model runs, with the arguments of `patch_model`."""
-
-GENERATED = ("left padding", "shared prompt, left padding", "no documents")
-"""Batches of one document a row, with no padding at its end."""
-NO_SDPA = ("gemma2", "gpt_oss")  # softcap and sinks
-COMPILED = ("llama", "gpt_oss", "roberta")
-"""Each takes seconds."""
+OF_HEADS = tuple(HEADS)[:4]
+OF_MODES = tuple(name for name, x in MODES.items() if x.call != "cached" and x.patch != "base")
 FLEX_ON_CPU = (
-    ("llama", "own", "packed_layout", "eval", "flex"),
-    ("gemma2", "none", "document ids, left padding", "eval", "flex"),
+    Combination("llama", "own", "packed_layout", "eval", "flex"),
+    Combination("gemma2", "none", "document_ids", "eval", "flex"),
 )
 """FlexAttention has no backward on the CPU, and takes seconds to compile."""
-
-
-def given(form: str, rows: str, *beside: str) -> Inputs:
-    """A batch of the catalogue of forms."""
-    batch = forms.ROWS[rows]()
-    lengths = batch.cu_seqlens.diff().tolist()
-    inputs = {"input_ids": batch.ids, **forms.given(form, batch, *beside)}
-    if "packed_layout" in inputs:
-        inputs["packed_layout"] = {"lengths": lengths}
-    return inputs | {"documents": len(batch.ids) if form == "plain" else len(lengths)}
 
 
 def tree() -> Inputs:
     """A prompt of 40 tokens with three answers, one of which branches again; padding at the end."""
     ids = torch.cat(documents())[None, :110]
     shape = {"lengths": (40, 9, 30, 1, 8), "parents": (-1, 0, 0, 2, 2), "total_tokens": 110}
-    return {"input_ids": ids, "packed_layout": shape, "labels": None}
+    return {"input_ids": ids, "packed_layout": shape}
 
 
 def samples() -> Inputs:
@@ -82,11 +43,10 @@ def samples() -> Inputs:
     return {"samples": [torch.cat([prompt, x]).tolist() for x in documents()[1].split([10, 60])]}
 
 
-def shared_prompt(*, left: bool) -> Inputs:
-    """Three rows that begin with the same 40 tokens."""
+def shared_prompt(side: str) -> Inputs:
+    """Three rows that begin with the same 40 tokens, padded on a side."""
     prompt, answers = documents()[2][:40], documents()[1].split([10, 25, 35])
     rows = [torch.cat([prompt, answer]) for answer in answers]
-    side = "left" if left else "right"
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side=side)
     return {
         "input_ids": pad(rows),
@@ -100,55 +60,42 @@ def with_images() -> Inputs:
     return inputs | {"packed_layout": {"lengths": images.LENGTHS}, "documents": len(images.TEXT)}
 
 
-BATCHES = {
-    "packed_layout": partial(given, "packed_layout", "one_row", "ones"),
+OTHERS = {
     "tree": tree,
     "samples with a common prefix": samples,
-    "cu_seq_lens": partial(given, "cu_seq_lens", "one_row", "cu_seq_lens_k", "max_length"),
-    "position_ids": partial(given, "position_ids", "one_row"),
-    "position_ids, two rows": partial(given, "position_ids", "two_rows", "ones"),
-    "positions that continue": partial(given, "position_ids", "several_continued"),
-    "document ids, left padding": partial(given, "document_ids", "left_padding_packed"),
-    "mask and positions": partial(given, "padding_mask_and_position_ids", "both_sides_packed"),
-    "seq_idx": partial(given, "seq_idx", "right_padding_packed", "positions"),
-    "left padding": partial(given, "padding_mask", "left_padding"),
-    "right padding": partial(given, "padding_mask", "right_padding", "positions"),
-    "shared prompt, left padding": partial(shared_prompt, left=True),
-    "shared prompt, right padding": partial(shared_prompt, left=False),
+    "shared prompt, left padding": partial(shared_prompt, "left"),
+    "shared prompt, right padding": partial(shared_prompt, "right"),
     "images": with_images,
-    "no documents": partial(given, "plain", "two_rows"),
 }
+"""Forms that `tests.cases` draws no rows for."""
 
 
-def with_labels(inputs: Inputs, head: str, mode: str) -> Inputs:
-    """Labels of the kind that the head takes; -100 at padding and at images."""
-    inputs = dict(inputs)
+def inputs_of(given: Combination) -> Inputs:
+    """The batch, with labels of the kind that the head takes: -100 at padding and at images."""
+    if given.form in OTHERS:
+        inputs = OTHERS[given.form]()
+    else:
+        rng = random.Random(name_of(given))
+        rows = cases.draw_rows(rng, given)
+        batch = rows.batch(0, padding=0)
+        beside = [name for name in forms.FORMS[given.form].beside if rng.random() < 0.4]
+        inputs = {"input_ids": batch.ids, **forms.given(given.form, batch, *beside)}
+        if "packed_layout" in inputs:
+            lengths = batch.cu_seqlens.diff().tolist()
+            inputs["packed_layout"] = {"lengths": lengths, "total_tokens": batch.ids.numel()}
+        inputs["documents"] = len(rows.lengths)
     count, ids = inputs.pop("documents", 0), inputs.get("input_ids")
-    if ids is None or head == "none" or mode == "generate":
+    if ids is None or given.mode == "generate":
         return inputs
-    if "labels" in inputs:  # a tree's are those of `samples`
-        del inputs["labels"]
-    elif head == "TokenClassification":
-        inputs["labels"] = ids % 2
-    elif head == "SequenceClassification" and mode != "unpatched":
-        inputs["labels"] = torch.arange(count) % 2
-    elif head == "own":
-        inputs["labels"] = ids.masked_fill((ids == 0) | (ids >= images.IMAGE), -100)
+    labels = {
+        "own": ids.masked_fill((ids == 0) | (ids >= images.IMAGE), -100),
+        "TokenClassification": ids % 2,
+        # transformers' own classifier takes one of each row
+        "SequenceClassification": None if given.mode == "unpatched" else torch.arange(count) % 2,
+    }.get(given.head)
+    if labels is not None and given.form != "tree":  # whose labels are those of `samples`
+        inputs["labels"] = labels
     return inputs
-
-
-def head_class(family: str, head: str) -> str:
-    """The transformers class that builds a model with this head."""
-    if head == "none":
-        return "AutoModel"
-    return f"AutoModelFor{BY_TYPE[family].task if head == 'own' else head}"
-
-
-@cache
-def has_head(family: str, head: str) -> bool:
-    return (
-        type(tiny_config(family)) in getattr(transformers, head_class(family, head))._model_mapping
-    )
 
 
 def backends_on(device: str) -> list[str]:
@@ -159,70 +106,27 @@ def backends_on(device: str) -> list[str]:
     return [x for x in fv.BACKENDS if x != "auto" and fv.why_not(x, **kind) is None]
 
 
-def possible(combination: tuple[str, ...]) -> tuple[str, ...]:
-    """The combination, with what does not exist, says nothing or takes too long replaced."""
-    family, head, batch, mode, backend = combination
-    task, sees_images = BY_TYPE[family].task, family in images.KINDS
-    if batch == "images" and not sees_images:
-        batch = "cu_seq_lens"
-    if batch == "tree" and head == "SequenceClassification":
-        head = "TokenClassification"
-    if mode == "generate" and (task != "CausalLM" or batch not in GENERATED):
-        mode = "eval"
-    if mode == "by name" and not BY_TYPE[family].by_name_alone:
-        mode = "train"
-    if mode.startswith("unpad") and sees_images:
-        mode = "train"
-    if mode == "compiled" and family not in COMPILED:
-        mode = "checkpointing"
-    if backend == "sdpa" and family in NO_SDPA:
-        backend = "reference"
-    if backend == "reference" and mode == "batch invariant":
-        mode = "deterministic"
-    if not has_head(family, head) or mode == "generate" or batch == "samples with a common prefix":
-        head = "own"
-    return family, head, batch, mode, backend
+def sample(device: str = "cpu", seed: int = 0) -> list[Combination]:
+    """Every family in every form."""
+    of = (KINDS_OF_LAYERS, OF_HEADS, (*forms.FORMS, *OTHERS), OF_MODES, backends_on(device))
+    return [*cases.sample(*of, seed=seed), *(FLEX_ON_CPU if device == "cpu" else ())]
 
 
-def sample(device: str = "cpu", seed: int = 0, most: int | None = None) -> list[Case]:
-    """Every family on every batch, or the first `most` of them.
-
-    Head, mode and backend of each are those of a few drawn ones with the most new pairs of values.
-    """
-    rng = random.Random(seed)
-    backends = backends_on(device)
-    every = list(itertools.product(FAMILIES, BATCHES))
-    rng.shuffle(every)
-    seen: Counter[frozenset[tuple[int, str]]] = Counter()
-    found: list[tuple[str, ...]] = []
-    for family, batch in every:
-        drawn = []
-        for _ in range(30):
-            head, mode, backend = (rng.choice(list(x)) for x in (HEADS, MODES, backends))
-            drawn.append(possible((family, head, batch, mode, backend)))
-        chosen = max(drawn, key=lambda x: sum(2.0 ** -seen[pair] for pair in pairs(x)))
-        seen.update(pairs(chosen))
-        found.append(chosen)
-    found += FLEX_ON_CPU if device == "cpu" else ()
-    return [case_of(x, device) for x in dict.fromkeys(found[:most])]
+def name_of(given: Combination) -> str:
+    return " | ".join(given)
 
 
-def pairs(combination: tuple[str, ...]) -> list[frozenset[tuple[int, str]]]:
-    """Each two of its values."""
-    return [frozenset(x) for x in itertools.combinations(enumerate(combination), 2)]
-
-
-def case_of(combination: tuple[str, ...], device: str) -> Case:
-    family, head, batch, mode, backend = combination
+def case_of(given: Combination, device: str) -> Inputs:
+    family, head = given.family, given.head
     on_gpu = device == "cuda"
     config = tiny_config(family, head_dim=64 if on_gpu else 16, every_expert=on_gpu)
+    task = task_of(family) if head == "own" else head
     return {
-        "name": " | ".join(combination),
+        "name": name_of(given),
         "model_type": family,
         "config": config.to_dict(),
-        "class": head_class(family, head),
-        "inputs": with_labels(BATCHES[batch](), head, mode),
-        "mode": mode,
-        "options": MODES[mode],
-        "backend": backend,
+        "class": "AutoModel" if head == "none" else f"AutoModelFor{task}",
+        "inputs": inputs_of(given),
+        "mode": dataclasses.asdict(MODES[given.mode]),
+        "backend": given.backend,
     }

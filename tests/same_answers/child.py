@@ -52,29 +52,32 @@ def run(case: dict[str, Any], device: str) -> Tensors:
     if "samples" in inputs:
         inputs = fv.share_prefixes(inputs["samples"], device=device).batch()
     mode, call = case["mode"], model
-    if mode == "by name":
+    if mode["patch"] == "name":
         name = "doc" if case["backend"] == "sdpa" else case["backend"]
         model.set_attn_implementation(f"flexvarlen_{name}")
     else:
-        fv.patch_model(model, case["backend"], **case["options"])
-    if mode == "unpatched":
+        fv.patch_model(model, case["backend"], **mode["options"])
+    if mode["patch"] == "undone":
         fv.unpatch_model(model)
         for name in ("packed_layout", "sample_counts", "label_counts"):  # unknown to transformers
             inputs.pop(name, None)
-    if mode == "checkpointing":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if mode == "compiled":
+    if mode["reentrant"] is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": mode["reentrant"]})
+    if mode["call"] == "compiled":
         call = torch.compile(model, backend="aot_eager" if device == "cpu" else "inductor")
     torch.manual_seed(1)
-    if mode == "generate":
+    if mode["call"] == "generate":
         settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         out = model.generate(**inputs, **settings, output_logits=True, return_dict_in_generate=True)
         return {"tokens": out.sequences, "logits": torch.stack(out.logits)}
-    if mode == "eval":
-        with torch.no_grad():
-            return outputs_of(call(**inputs))
-    out = outputs_of(call.train()(**inputs))
-    loss = out["loss"] if "loss" in out else weighted(next(iter(out.values())))
+    with (
+        torch.set_grad_enabled(mode["gradients"]),
+        torch.autocast(device, torch.bfloat16, enabled=mode["autocast"]),
+    ):
+        out = outputs_of(call.train(mode["train"])(**inputs))
+        loss = out["loss"] if "loss" in out else weighted(next(iter(out.values())))
+    if not mode["gradients"]:
+        return out
     loss.backward()
     named = model.named_parameters()
     return out | {GRADIENT + name: x.grad for name, x in named if x.grad is not None}
