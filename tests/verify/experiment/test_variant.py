@@ -71,6 +71,8 @@ def test_other_packings_fit_the_shapes_of_the_first():
     sizes = Sizes.of(batch)
     for seed in range(30):
         other = recut(batch, seed, capacity=sizes.capacity, longest=sizes.max_seqlen_bound)
+        assert sum(other.lengths) == batch.total_tokens
+        assert min(other.lengths) >= 1
         PackedLayout.from_lengths(
             other.lengths, capacity=sizes.capacity, max_seqlen_bound=sizes.max_seqlen_bound
         )
