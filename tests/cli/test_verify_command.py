@@ -40,10 +40,6 @@ def test_patched_model_passes_in_every_form(form):
     ("model", "form", "code"),
     [
         ("qwen3", "position_ids", 0),
-        ("qwen3", "cu_seq_lens", 0),
-        ("qwen3", "default_cache", 1),
-        ("qwen3", "mask_of_ones", 1),
-        ("qwen3", "cu_seq_lens_alone", 1),
         ("qwen3", "document_ids", 1),
         ("qwen3_5_text", "position_ids", 1),
         ("qwen3_5_text", "cu_seq_lens", 2),  # transformers needs a package for it

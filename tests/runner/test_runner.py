@@ -156,19 +156,11 @@ def test_variants_are_measured_beside_those_of_before(run, before, now, measured
     assert suite.measured == ([] if measured is None else [(0, measured)])
 
 
-def test_rows_of_another_gpu_are_no_answer(run, monkeypatch):
-    run(Squares(1))
-    found = row_module.environment
-    monkeypatch.setattr(row_module, "environment", lambda device: found(device) | {"gpu": "other"})
-    suite = Squares(1)
-    run(suite)
-    assert len(suite.measured) == 1
-
-
-def test_skipped_for_want_of_time_is_no_answer(run, out):
-    case = {"side": 0, "variant": "a", "pass": "forward"}
-    append_records(out, [Record("squares", case, "skipped", "late", {}, {"gpu": None})])
-    append_records(out, [Record("squares", case | {"variant": "b"}, "ok", None, {}, {"gpu": None})])
+@pytest.mark.parametrize(("status", "gpu"), [("skipped", None), ("ok", "another")])
+def test_a_case_skipped_for_want_of_time_or_of_another_gpu_is_no_answer(run, out, status, gpu):
+    for variant, found in (("a", status), ("b", "ok")):
+        case = {"side": 0, "variant": variant, "pass": "forward"}
+        append_records(out, [Record("squares", case, found, None, {}, {"gpu": gpu})])
     suite = Squares(1)
     run(suite)
     assert len(suite.measured) == 1
@@ -204,20 +196,12 @@ def test_a_variant_that_killed_the_device_gets_no_second_chance(run, out):
         run(suite, again=True)
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (RuntimeError("cuDNN Frontend error"), "failed"),
-        (AssertionError("sm90 only"), "failed"),
-        (torch.OutOfMemoryError("90 GiB"), "oom"),
-    ],
-)
-def test_a_case_whose_measure_raises_has_rows_and_the_others_go_on(run, out, error, status):
-    assert run(Squares(3, raising(error))).measured == 3
+def test_a_case_whose_measure_raises_has_rows_and_the_others_go_on(run, out):
+    assert run(Squares(3, raising(AssertionError("sm90 only")))).measured == 3
     rows = read_records([out])
-    found = [row for row in rows if row.case["side"] == 1]
-    assert [(row.case["variant"], row.status) for row in found] == [("a", status), ("b", status)]
-    assert str(error) in found[0].reason
+    found = [(row.case["variant"], row.status) for row in rows if row.case["side"] == 1]
+    assert found == [("a", "failed"), ("b", "failed")]
+    assert {row.reason for row in rows} == {None, "AssertionError: sm90 only"}
     assert {row.case["side"] for row in rows if row.status == "ok"} == {0, 2}
 
 

@@ -39,13 +39,6 @@ def test_one_file_is_split_at_its_strongest_separator(tmp_path, text, documents)
     assert list(read_documents([file])) == documents
 
 
-def test_several_files_are_a_document_each(tmp_path):
-    files = [tmp_path / "a", tmp_path / "b"]
-    for file in files:
-        file.write_text(f"{file.name}\n\n\n{file.name}")
-    assert list(read_documents(files)) == ["a\n\n\na", "b\n\n\nb"]
-
-
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00", b" \n"])
 def test_unusable_file_is_one_sentence(tmp_path, content):
     file = tmp_path / "bad"
