@@ -83,18 +83,19 @@ def test_install_calls_pip_and_the_hub(bare, monkeypatch):
     assert calls == [pip, "fa3"]
 
 
-@pytest.mark.parametrize("why", ["offline", "pip fails", "the build does not load"])
-def test_install_that_cannot_says_why(bare, monkeypatch, why):
+@pytest.mark.parametrize(
+    ("offline", "code", "error", "sentence"),
+    [
+        (True, 0, OSError, "--install needs the network"),
+        (False, 1, OSError, "pip could not install kernels"),
+        (False, 0, NotImplementedError, "fa3 needs flash_attn_interface"),  # it does not load
+    ],
+)
+def test_install_that_cannot_says_why(bare, monkeypatch, offline, code, error, sentence):
     bare(9)
-    monkeypatch.setattr(hub, "is_offline", lambda: why == "offline")
-    code = int(why == "pip fails")
+    monkeypatch.setattr(hub, "is_offline", lambda: offline)
     monkeypatch.setattr(subprocess, "run", lambda x: subprocess.CompletedProcess(x, code))
     monkeypatch.setattr(hub, "download", lambda name: None)
-    sentence, error = {
-        "offline": ("--install needs the network", OSError),
-        "pip fails": ("pip could not install kernels", OSError),
-        "the build does not load": ("fa3 needs flash_attn_interface", NotImplementedError),
-    }[why]
     with pytest.raises(error, match=sentence):
         install(CUDA)
 
