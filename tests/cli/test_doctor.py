@@ -9,9 +9,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import flexvarlen as fv
+from flexvarlen import env
+from flexvarlen.attention.auto import cache_file, keys
 from flexvarlen.attention.backends.cu_seqlens import fa2, fa3, fa4, hub
 from flexvarlen.cli import app
 from flexvarlen.cli.install import advice, install
+from flexvarlen.recurrent import fla_kernels
+from flexvarlen.recurrent.fla_kernels.check import NOTED
 from tests.attention.backends.hub_repositories import local_kernels  # noqa: F401
 
 CUDA = torch.device("cuda")
@@ -78,20 +83,55 @@ def test_install_calls_pip_and_the_hub(bare, monkeypatch):
     assert calls == [pip, "fa3"]
 
 
-@pytest.mark.parametrize("why", ["offline", "pip fails", "the build does not load"])
-def test_install_that_cannot_says_why(bare, monkeypatch, why):
+@pytest.mark.parametrize(
+    ("offline", "code", "error", "sentence"),
+    [
+        (True, 0, OSError, "--install needs the network"),
+        (False, 1, OSError, "pip could not install kernels"),
+        (False, 0, NotImplementedError, "fa3 needs flash_attn_interface"),  # it does not load
+    ],
+)
+def test_install_that_cannot_says_why(bare, monkeypatch, offline, code, error, sentence):
     bare(9)
-    monkeypatch.setattr(hub, "is_offline", lambda: why == "offline")
-    code = int(why == "pip fails")
+    monkeypatch.setattr(hub, "is_offline", lambda: offline)
     monkeypatch.setattr(subprocess, "run", lambda x: subprocess.CompletedProcess(x, code))
     monkeypatch.setattr(hub, "download", lambda name: None)
-    sentence, error = {
-        "offline": ("--install needs the network", OSError),
-        "pip fails": ("pip could not install kernels", OSError),
-        "the build does not load": ("fa3 needs flash_attn_interface", NotImplementedError),
-    }[why]
     with pytest.raises(error, match=sentence):
         install(CUDA)
+
+
+def test_doctor_names_every_backend_and_runs_no_kernel_and_imports_no_transformers():
+    code = (
+        "import sys\nfrom flexvarlen.attention.backends.sdpa import SdpaBackend\n"
+        "SdpaBackend.attend = None\nfrom flexvarlen.cli import main\n"
+        "try: main()\nexcept SystemExit as end: code = end.code\n"
+        "assert 'transformers' not in sys.modules\nsys.exit(code)"
+    )
+    call = [sys.executable, "-c", code, "doctor"]
+    output = subprocess.run(call, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert output.startswith("auto takes ")
+    names = [line.split(" ")[0] for line in output.splitlines()]
+    stack = ["flexvarlen", "torch", "transformers", "accelerate", "trl", "peft"]
+    stack += ["liger-kernel", "fla-core"]
+    assert names[names.index("flexvarlen") :][: len(stack)] == stack
+    for name in (*fv.BACKENDS, "Decoding"):
+        assert name in output
+
+
+def test_scans_that_were_checked_on_another_machine_are_named(monkeypatch, tmp_path):
+    """Or any, where fla cannot run."""
+
+    def said():
+        return " ".join(CliRunner().invoke(app, ["doctor"]).output.split())
+
+    monkeypatch.setenv(env.CACHE, str(tmp_path))
+    assert "fla's scans" not in said()
+    monkeypatch.setattr(fla_kernels, "why_not", lambda x: None)
+    assert said().endswith("first use; on this machine, none has run yet.")
+    machine = keys.machine(torch.device("cpu"))
+    notes = {f"{machine}; {NOTED}scan one": {}, f"another machine; {NOTED}scan two": {}}
+    cache_file.write_entries(cache_file.cache_path(), notes)
+    assert said().endswith("passed the check on this machine: scan one.")
 
 
 def test_the_command_begins_with_them():

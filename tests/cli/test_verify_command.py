@@ -11,11 +11,11 @@ from flexvarlen.cli import app
 from flexvarlen.recurrent import layer_functions
 from flexvarlen.verify.experiment.inputs import FORMS
 from flexvarlen.verify.isolation.command import LENGTHS
+from tests.planted import plant
+from tests.verify.planted import leak
 
 SMALL = ["--model", "qwen3", "--device", "cpu", "--lengths", "5,11,1,8"]
 
-LEAKING = ("default_cache", "mask_of_ones", "cu_seq_lens_alone", "document_ids")
-"""The forms in which a dense model of plain transformers leaks."""
 UNPATCHED = ("--unpatched", "--form", "default_cache")
 
 
@@ -23,6 +23,7 @@ def run(*args):
     return CliRunner().invoke(app, ["verify", *SMALL, *args])
 
 
+@pytest.mark.sampled(3)  # patches/batch/ holds what a patched model finds in each
 @pytest.mark.parametrize("form", FORMS)
 def test_patched_model_passes_in_every_form(form):
     result = run("--backend", "sdpa", "--form", form, "--json")
@@ -32,19 +33,25 @@ def test_patched_model_passes_in_every_form(form):
     assert (answer["attention"], answer["form"], answer["lengths"]) == ("sdpa", form, [5, 11, 1, 8])
     report = answer["report"]
     assert (report["num_docs"], report["layers"], report["gradients"]) == (4, 2, "bits")
+    assert not report["training"]
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen3_5_text"])
-@pytest.mark.parametrize("form", ["position_ids", "cu_seq_lens", *LEAKING])
-def test_unpatched_model_leaks_where_a_plain_one_does_by_hand(model, form):
+@pytest.mark.parametrize(
+    ("model", "form", "code"),
+    [
+        ("qwen3", "position_ids", 0),
+        ("qwen3", "document_ids", 1),
+        ("qwen3_5_text", "position_ids", 1),
+        ("qwen3_5_text", "cu_seq_lens", 2),  # transformers needs a package for it
+    ],
+)
+def test_unpatched_model_leaks_where_a_plain_one_does_by_hand(model, form, code):
     result = run("--unpatched", "--form", form, "--model", model, "--json")
-    if model == "qwen3_5_text" and form.startswith("cu_seq_lens"):
-        assert result.exit_code == 2  # transformers needs a package for it
+    assert result.exit_code == code, result.output
+    if code == 2:
         assert "can't keep packed sequences apart" in result.output
-        return
-    leaks = model == "qwen3_5_text" or form in LEAKING
-    assert result.exit_code == leaks, result.output
-    assert json.loads(result.stdout)[-1]["isolated"] == (not leaks)
+    else:
+        assert json.loads(result.stdout)[-1]["isolated"] == (code == 0)
 
 
 def test_leak_is_exit_code_1_and_a_sentence():
@@ -66,6 +73,8 @@ def test_attention_of_transformers_is_named_as_everywhere():
     assert result.exit_code == 1, result.output
     (answer,) = json.loads(result.stdout)
     assert answer["attention"] == "transformers:eager"
+    result = run("--backend", "transformers:spda")
+    assert (result.exit_code, "spda" in result.output) == (2, True)
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
@@ -103,13 +112,7 @@ def test_names_of_transformers_are_those_of_our_backends():
 
 
 def test_leaking_backend_of_ours_fails_the_command(monkeypatch):
-    attend = SdpaBackend.attend
-
-    def leaky(self, q, k, v, *rest):
-        out, lse = attend(self, q, k, v, *rest)
-        return out + v[:1].mean(), lse
-
-    monkeypatch.setattr(SdpaBackend, "attend", leaky)
+    plant(monkeypatch, leak)
     result = run("--backend", "sdpa")
     assert result.exit_code == 1, result.output
     assert "report this to flexvarlen" in " ".join(result.output.split())
@@ -128,12 +131,10 @@ def test_leaking_scan_of_ours_is_to_be_reported(monkeypatch):
 
 
 def test_options_reach_the_check():
-    options = ["--train", "--dtype", "bfloat16"]
-    result = run("--backend", "sdpa", *options, "--json")
+    result = run("--backend", "sdpa", "--train", "--dtype", "bfloat16", "--json")
     assert result.exit_code == 0, result.output
     (answer,) = json.loads(result.stdout)
-    report = answer["report"]
-    assert report["training"]
+    assert answer["report"]["training"]
 
 
 def test_backend_without_a_backward_says_so(monkeypatch):
@@ -145,34 +146,6 @@ def test_backend_without_a_backward_says_so(monkeypatch):
     assert result.exit_code == 0, result.output
     text = " ".join(result.output.split())
     assert f"gradients were not tested: {refusal}" in text
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--model", "lama"], "--model must be"),
-        (["--model", "no/such"], "--model must be a folder or hub name"),
-        (["--unpatched", "--model", "no/such"], "--model must be a folder or hub name"),
-        (["--backend", "flsh"], "--backend must be"),
-        (["--form", "cu_seqlens"], "--form must be one of"),
-        (
-            ["--unpatched", "--form", "packed_layout"],
-            "--form must be one of position_ids, cu_seq_lens, both, default_cache",
-        ),
-        (["--lengths", "5,0"], "--lengths must be"),
-        (["--lengths", "5"], "two or more comma-separated numbers"),
-        (["--dtype", "int8"], "--dtype must be"),
-        (["--device", "tpu"], "--device must be"),
-        (["--backend", "transformers:spda"], "spda"),
-    ],
-)
-def test_mistake_is_one_sentence_and_exit_code_2(args, words, monkeypatch):
-    if "--model" in args:  # found before any work
-        monkeypatch.setattr("flexvarlen.verify.isolation.command.build_model", None)
-    result = run(*args)
-    assert result.exit_code == 2, result.output
-    assert words in " ".join(result.output.split())
-    assert "Traceback" not in result.output
 
 
 def test_default_lengths_are_those_of_the_help():

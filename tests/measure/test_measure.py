@@ -6,7 +6,6 @@ import json
 import time
 import types
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -63,7 +62,7 @@ def test_timings_are_ordered_and_in_milliseconds(monkeypatch):
     assert timings["fast"].ms_p20 <= timings["fast"].ms_p50 <= timings["fast"].ms_p80
 
 
-def test_each_round_has_an_order_of_its_own_and_slow_variants_join_fewer():
+def test_rounds_have_an_order_of_their_own_fewer_of_slow_variants_and_lead_ins():
     calls: list[str] = []
     variants = {name: (lambda name=name: calls.append(name)) for name in "abc"}
     timings = time_interleaved(variants, device="cpu", warmup=1, repeats={"a": 4, "b": 2, "c": 4})
@@ -72,6 +71,12 @@ def test_each_round_has_an_order_of_its_own_and_slow_variants_join_fewer():
     rounds = [calls[3:5], calls[5:8], calls[8:10], calls[10:13]]
     assert [sorted(names) for names in rounds] == [list("ac"), list("abc")] * 2
     assert rounds[1] != rounds[3] or rounds[0] != rounds[2]
+    calls.clear()
+    timings = time_interleaved(variants, device="cpu", warmup=1, repeats=3, lead_in=2)
+    assert {timing.repeats for timing in timings.values()} == {3}
+    assert Counter(calls) == dict.fromkeys("abc", 1 + 3 * 3)
+    with pytest.raises(ValueError, match="repeats of 'a' must be at least 1"):
+        time_interleaved(variants, device="cpu", repeats=0)
 
 
 def test_host_and_device_are_one_on_the_cpu():
@@ -91,20 +96,8 @@ def test_calls_are_named_before_warm_up_and_timing():
     assert said[4::2] == [f"{name}:" for name in said[5::2]]
 
 
-def test_repeats_below_one_are_refused():
-    with pytest.raises(ValueError, match="at least 1"):
-        time_interleaved({"a": lambda: None}, device="cpu", repeats=0)
-
-
-def test_no_compilation_counts_nothing():
-    with watch_compilation() as stats:
-        torch.zeros(3).sin()
-    assert (stats.graph_breaks, stats.compilations, stats.recompilations) == (0, 0, 0)
-    assert stats.compile_s == 0.0
-
-
 def test_one_break_is_one_break_and_two_graphs():
-    @torch.compile(backend="aot_eager")
+    @torch.compile(backend="eager")
     def broken(x):
         x = x.sin()
         torch._dynamo.graph_break()
@@ -184,14 +177,6 @@ def test_peak_memory_sees_a_large_allocation():
         pytest.skip("this system cannot reset or read the peak of resident memory")
     assert 60 <= peak < 200
     assert "lower bound" in memory_meaning("cpu")
-
-
-def test_lead_in_calls_are_not_timed():
-    calls = Counter()
-    variants = {name: partial(calls.update, [name]) for name in ("a", "b")}
-    timings = time_interleaved(variants, device="cpu", warmup=1, repeats=3, lead_in=2)
-    assert calls == {"a": 1 + 3 * 3, "b": 1 + 3 * 3}
-    assert {timing.repeats for timing in timings.values()} == {3}
 
 
 @pytest.mark.gpu

@@ -7,32 +7,20 @@ import torch
 
 from flexvarlen.reference import attention
 from flexvarlen.reference.attention import Results, attend_alone, sampled_spans, samples, spans_of
+from tests.oracle import Documents, attend, random_qkv
 
 LENGTHS = (5, 1, 9)
 
 
 def inputs(kv_heads=2, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(15, n, 8) for n in (4, kv_heads, kv_heads, 4)]
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+    return random_qkv(sum(LENGTHS), 4, kv_heads, 8, dtype=dtype)
 
 
-def by_autograd(q, k, v, grad, *, causal, window, scale):
-    """Dense attention of the whole row, the documents kept apart by a mask."""
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    document = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
-    behind = torch.arange(15)[:, None] - torch.arange(15)
-    seen = document[:, None] == document
-    if causal:
-        seen &= behind >= 0
-    if window is not None:
-        seen &= behind.abs() < window
-    repeated = (x.repeat_interleave(4 // x.shape[1], 1) for x in (k, v))
-    keys, values = repeated
-    scores = torch.einsum("qhd,khd->hqk", q, keys) * (8**-0.5 if scale is None else scale)
-    scores = scores.masked_fill(~seen, float("-inf"))
-    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-    return Results(out, scores.logsumexp(-1), *torch.autograd.grad(out, (q, k, v), grad))
+def by_autograd(q, k, v, grad, **kind):
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attend(*leaves, Documents(LENGTHS, sum(LENGTHS)), **kind)
+    gradients = torch.autograd.grad(out, leaves, grad)
+    return Results(out.detach(), lse.detach(), *gradients)
 
 
 @pytest.mark.parametrize("piece", [1, 40, 1 << 25])

@@ -24,7 +24,7 @@ def kernel_of(function):
 
 
 def test_the_reference_runs_no_kernel():
-    model = build("qwen3_5", torch.float32)
+    model = build("qwen3_5_text", torch.float32)
     with replaced(model, dict.fromkeys(FUNCTIONS, kernel_of)):
         with pytest.raises(AssertionError, match="a kernel ran"):
             model(ids())
@@ -34,7 +34,7 @@ def test_the_reference_runs_no_kernel():
 
 
 def test_functions_are_replaced_in_the_block_alone():
-    model = build("qwen3_5")
+    model = build("qwen3_5_text")
     module = sys.modules[type(model).__module__]
     before = getattr(module, CONVOLUTION)
     with replaced(model, {CONVOLUTION: lambda function: max}):

@@ -1,10 +1,10 @@
-"""Bugs planted in the `reference` backend, and small inputs, for the tests of drift."""
+"""Bugs for `tests.planted.plant`, and small inputs, for the tests of what compares backends."""
 
 from __future__ import annotations
 
 import torch
 
-from flexvarlen.attention.backends.reference import ReferenceBackend
+import flexvarlen as fv
 from flexvarlen.verify.experiment.batch import PackedBatch
 
 # With a document of one token, which MKL multiplies by a kernel of its own.
@@ -17,30 +17,32 @@ def new_batch(lengths=LENGTHS, vocabulary=1024):
     return PackedBatch(torch.randint(vocabulary, (1, sum(lengths)), generator=generator), lengths)
 
 
-def plant(monkeypatch, change):
-    """Replace `reference`'s attention: `change(attend, plan, call)`, where `attend(plan, call)`."""
-    real = ReferenceBackend.attend
-
-    def planted(self, q, k, v, sinks, call, mask, plan):
-        def attend(plan, call):
-            return real(self, q, k, v, sinks, call, mask, plan)
-
-        return change(attend, plan, call)
-
-    monkeypatch.setattr(ReferenceBackend, "attend", planted)
+PROMPT = list(range(3, 23))
+SAMPLES = [[*PROMPT, 50, 51, 52], [*PROMPT, 50, 61], [*PROMPT, *range(70, 90)], [90, 91, 92]]
+SAMPLES += [SAMPLES[1]]
+"""Three answers to a prompt, two of them alike at first; another prompt; a twin."""
 
 
-def wrong_scale(attend, plan, call):
-    return attend(plan, call._replace(scale=1.5 * call.scale))
+def trees():
+    return fv.share_prefixes(SAMPLES, total_tokens=80).batch()
 
 
-def leak(attend, plan, call):
-    return attend(torch.ones_like(plan).tril(), call)
+def wrong_scale(attend, q, *rest):
+    return attend(1.5 * q, *rest)
 
 
-def nan(attend, plan, call):
-    out, lse = attend(plan, call)
+def leak(attend, q, k, v, *rest):
+    out, lse = attend(q, k, v, *rest)
+    return out + v[:1].mean(), lse
+
+
+def nan(attend, *args):
+    out, lse = attend(*args)
     return out * float("nan"), lse
+
+
+def larger_gradient(attend, q, k, *rest):
+    return attend(q, k + (k - k.detach()) * 1e-3, *rest)  # the same value
 
 
 class KernelError(Exception):
@@ -48,7 +50,7 @@ class KernelError(Exception):
 
 
 def raising(error):
-    def change(attend, plan, call):
+    def change(*args, **options):
         raise error
 
     return change

@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.verify import corpus
 from flexvarlen.verify.corpus import (
     DEFAULT_TOKENS,
     pack,
-    packed_text,
     read_documents,
     row_of,
     tokenize,
+    train_tokenizer,
 )
-from flexvarlen.verify.experiment.batch import PackedBatch, recut
+from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.tree_batch import row_from
 from flexvarlen.verify.models import build_model
 
@@ -38,13 +39,6 @@ def test_one_file_is_split_at_its_strongest_separator(tmp_path, text, documents)
     assert list(read_documents([file])) == documents
 
 
-def test_several_files_are_a_document_each(tmp_path):
-    files = [tmp_path / "a", tmp_path / "b"]
-    for file in files:
-        file.write_text(f"{file.name}\n\n\n{file.name}")
-    assert list(read_documents(files)) == ["a\n\n\na", "b\n\n\nb"]
-
-
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00", b" \n"])
 def test_unusable_file_is_one_sentence(tmp_path, content):
     file = tmp_path / "bad"
@@ -56,8 +50,6 @@ def test_unusable_file_is_one_sentence(tmp_path, content):
 
 def test_tokens_come_back_as_the_text_they_were():
     documents = ("naïve – déjà vu\n\tprint('x')", "aaaa bbbb aaaa")
-    from flexvarlen.verify.corpus import train_tokenizer
-
     tokenizer = train_tokenizer(documents, 300)
     for text, ids in zip(documents, tokenize(documents, vocabulary=300), strict=True):
         assert tokenizer.decode(ids) == text
@@ -73,11 +65,15 @@ def test_ids_of_a_tokenizer_larger_than_the_model_stay_in_its_vocabulary():
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 257, 2048])
-def test_row_is_exactly_the_budget(tokens):
-    batch = packed_text(vocabulary=1024, tokens=tokens, seed=3)
-    assert batch.input_ids.shape == (1, tokens)
-    assert sum(batch.lengths) == tokens
-    assert min(batch.lengths) >= 1
+def test_row_is_not_the_budget_or_not_of_its_seed(tokens):
+    documents = [[n] * n for n in range(1, 99)]
+    first, again, other = (pack(documents, tokens, seed, "") for seed in (0, 0, 1))
+    assert first.input_ids.shape == (1, tokens)
+    assert sum(first.lengths) == tokens
+    assert min(first.lengths) >= 1
+    assert torch.equal(first.input_ids, again.input_ids)
+    assert first.lengths == again.lengths
+    assert not torch.equal(first.input_ids, other.input_ids)
 
 
 def test_no_document_fills_the_row_and_cuts_fall_anywhere():
@@ -87,43 +83,24 @@ def test_no_document_fills_the_row_and_cuts_fall_anywhere():
     assert "repeated " in batch.source
 
 
-def test_same_seed_same_row_and_other_seed_other_row():
-    first, again, other = (packed_text(vocabulary=1024, tokens=512, seed=s) for s in (0, 0, 1))
-    assert torch.equal(first.input_ids, again.input_ids)
-    assert first.lengths == again.lengths
-    assert not torch.equal(first.input_ids, other.input_ids)
+def test_default_batch_is_that_of_the_seed_and_the_device(monkeypatch):
+    def packed(*, tokens, seed, **options):
+        return PackedBatch.random((tokens,), 1024, seed)
 
-
-def test_default_batch_is_that_of_the_seed_and_the_device():
+    monkeypatch.setattr(corpus, "packed_text", packed)
     model, _ = build_model("qwen3@1")
-    found = row_of(model, None, seed=4)
-    right = packed_text(vocabulary=1024, tokens=DEFAULT_TOKENS["cpu"], seed=4)
-    assert torch.equal(found.input_ids, right.input_ids)
-    assert found.lengths == right.lengths
+    right = packed(tokens=DEFAULT_TOKENS["cpu"], seed=4)
+    assert torch.equal(row_of(model, None, seed=4).input_ids, right.input_ids)
     assert row_of(model, None, tokens=32).total_tokens == 32
     model.to("meta")  # a kind of device that has no default of its own
     assert row_of(model, right).input_ids.device.type == "meta"
     assert row_of(model, None).total_tokens == DEFAULT_TOKENS["cpu"]
 
 
-def test_labels_never_cross_a_boundary():
-    labels = PackedBatch(torch.arange(1, 8)[None], (3, 1, 3)).labels()
-    assert labels.tolist() == [[-100, 2, 3, -100, -100, 6, 7]]
-
-
-def test_labels_of_a_sample_leave_out_the_other_documents():
-    labels = PackedBatch(torch.arange(1, 8)[None], (3, 1, 3)).labels([2])
-    assert labels.tolist() == [[-100, -100, -100, -100, -100, 6, 7]]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_recut_stays_within_the_shapes(seed):
-    batch = PackedBatch(torch.arange(60)[None], (20, 1, 17, 2, 20))
-    other = recut(batch, seed, capacity=8, longest=32)
-    assert sum(other.lengths) == 60
-    assert len(other.lengths) <= 8
-    assert max(other.lengths) <= 32
-    assert min(other.lengths) >= 1
+def test_labels_never_cross_a_boundary_or_are_of_documents_left_out():
+    row = PackedBatch(torch.arange(1, 8)[None], (3, 1, 3))
+    assert row.labels().tolist() == [[-100, 2, 3, -100, -100, 6, 7]]
+    assert row.labels([2]).tolist() == [[-100, -100, -100, -100, -100, 6, 7]]
 
 
 def test_batch_of_a_collator_drops_padding_and_keeps_documents():

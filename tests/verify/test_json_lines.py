@@ -38,14 +38,24 @@ def lines(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "A.JSONL"])
-def test_each_line_is_a_document(lines, name):
-    file = lines({"text": "one\n\n\nstill\fone"}, "", {"text": "two", "id": 3}, " \t", name=name)
-    assert read_documents([file]) == ("one\n\n\nstill\fone", "two")
+PARTS = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
 
 
-def test_characters_that_python_takes_for_ends_of_lines_stay_inside(lines):
-    assert read_documents([lines('{"text": "a\u2028b\u0085c"}\r')]) == ("a\u2028b\u0085c",)
+@pytest.mark.parametrize(
+    ("name", "objects", "documents"),
+    [
+        ("a.jsonl", [{"text": "a\n\n\nb\fc"}, "", {"text": "d", "id": 3}], ["a\n\n\nb\fc", "d"]),
+        ("a.json", [{"text": "a"}, " \t"], ["a"]),
+        ("A.JSONL", ['{"text": "a\u2028b\u0085c"}\r'], ["a\u2028b\u0085c"]),
+        (
+            "chat.jsonl",
+            [{"messages": [{"role": "user", "content": PARTS}, {"role": "a", "content": None}]}],
+            ["What is it?"],
+        ),
+    ],
+)
+def test_each_line_is_a_document(lines, name, objects, documents):
+    assert list(read_documents([lines(*objects, name=name)])) == documents
 
 
 def test_several_files_and_plain_text_mix(lines):
@@ -62,12 +72,6 @@ def test_chats_use_the_template_if_there_is_one(lines):
     with_template = read_documents([file], chat_tokenizer())
     assert with_template == ("<user>Hi<assistant>Hello!", "look<user>Hi<assistant>Hello!", "z")
     assert read_documents([file]) == ("Hi\nHello!", "Hi\nHello!", "z")
-
-
-def test_parts_of_a_message_without_a_template(lines):
-    parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
-    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]
-    assert read_documents([lines({"messages": chat})]) == ("What is it?",)
 
 
 def test_row_of_a_chat_is_in_the_models_template(lines):

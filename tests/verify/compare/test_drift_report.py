@@ -166,47 +166,31 @@ def test_page_table_is_the_range_over_our_backends():
 
 # ---- limits ----
 
-
-def limits(text, *records):
-    return DriftReport(records).broken_limits([Threshold.of(text)])
+NAN = op_record("fa3", "exact", out_relative=math.nan)
+LESS = model_record("fa3", loss_difference=-2e-3)
+LAYERS, NO_LAYERS = (model_record("fa3", layers_relative=x) for x in ([0.0, 0.3], []))
+UNKNOWN = "dq_relative=1: no record has such a measure, only ratio_out, out_relative."
 
 
 @pytest.mark.parametrize(
-    ("text", "broken"),
+    ("limit", "records", "broken"),
     [
-        ("out_relative=1e-2", None),
-        ("out_relative=1e-3", "out_relative is 0.002 in fa3: 64,64, bfloat16, exact."),
-        ("relative=1e-3", "out_relative is 0.002 in fa3"),
-        ("ratio_out=0.3", "ratio_out is 0.4 in fa3: 7"),
+        ("out_relative=1e-2", OPS, None),
+        ("out_relative=1e-3", OPS, "out_relative is 0.002 in fa3: 64,64, bfloat16, exact."),
+        ("relative=1e-3", OPS, "out_relative is 0.002 in fa3"),
+        ("ratio_out=0.3", OPS, "ratio_out is 0.4 in fa3: 7"),
+        ("relative=1", [NAN], "out_relative is nan"),
+        ("loss_difference=1e-3", [LESS], "loss_difference is 0.002"),
+        ("loss_difference=1e-2", [LESS], None),
+        ("layers_relative=0.25", [LAYERS], "layers_relative is 0.3"),
+        ("layers_relative=0.35", [LAYERS], None),
+        ("dq_relative=1", OPS[:1], UNKNOWN),
+        ("layers_relative=1", [NO_LAYERS], "no record has such a measure"),
     ],
 )
-def test_limit_is_passed_or_not(text, broken):
-    said = limits(text, *OPS)
+def test_broken_limit_passes(limit, records, broken):
+    said = DriftReport(tuple(records)).broken_limits([Threshold.of(limit)])
     assert (said == []) if broken is None else (broken in said[0])
-
-
-def test_nan_is_below_a_limit():
-    assert "nan" in limits("relative=1", op_record("fa3", "exact", out_relative=math.nan))[0]
-
-
-def test_negative_difference_is_below_a_limit():
-    record = model_record("fa3", loss_difference=-2e-3)
-    assert limits("loss_difference=1e-3", record)
-    assert not limits("loss_difference=1e-2", record)
-
-
-def test_limit_is_on_the_first_of_a_list():
-    record = model_record("fa3", layers_relative=[0.0, 0.3])
-    assert limits("layers_relative=0.25", record)
-    assert not limits("layers_relative=0.35", record)
-
-
-def test_limit_on_nothing_passes():
-    assert limits("dq_relative=1", OPS[0]) == [
-        "fail-above dq_relative=1: no record has such a measure, only ratio_out, out_relative."
-    ]
-    nothing = model_record("fa3", layers_relative=[])
-    assert limits("layers_relative=1", nothing)
 
 
 @pytest.mark.parametrize("text", ["dq_relative", "=1", "relative=", "relative=-1", "relative=nan"])

@@ -10,6 +10,7 @@ from flexvarlen.verify.experiment.measure import (
     check_and_time,
     measure_variants,
 )
+from tests.verify.planted import KernelError
 
 QUICK = Options(torch.device("cpu"), quick=True, seconds=0.02, say=lambda line: None)
 
@@ -19,27 +20,20 @@ def checked(**fields):
 
 
 def test_what_raises_is_a_finding_and_the_others_go_on():
-    def check(name):
-        if name == "full":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return checked(wrong="leaks" if name == "leaking" else None)
-
-    found = measure_variants(["full", "leaking", "right"], check, QUICK)
-    assert {f.variant: f.status for f in found} == {
-        "full": "oom",
-        "leaking": "wrong",
-        "right": "ok",
+    raised = {
+        "oom": torch.OutOfMemoryError("CUDA out of memory"),
+        "failed": KernelError("broke\nmore"),
+        "unsupported": NotImplementedError("no such head_dim"),
     }
 
-
-def test_an_error_that_takes_the_device_ends_the_case():
     def check(name):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if name in raised:
+            raise raised[name]
+        return checked(wrong="leaks" if name == "wrong" else None)
 
-    with pytest.raises(DeviceLost) as raised:
-        measure_variants(["first", "second"], check, QUICK)
-    (finding,) = raised.value.findings
-    assert finding.measures["fatal"]
+    found = measure_variants([*raised, "wrong", "ok"], check, QUICK)
+    assert [f.status for f in found] == [f.variant for f in found]
+    assert found[1].reason == "KernelError: broke"
 
 
 def test_a_slow_step_is_timed_once_unless_something_compiled_in_it(monkeypatch):
@@ -59,13 +53,14 @@ def test_what_turns_out_wrong_after_timing_is_wrong():
     assert found.measures["done"] == 3
 
 
-def test_what_raises_while_it_is_timed_keeps_its_measures_and_the_others_theirs():
-    calls = []
+@pytest.mark.parametrize("calls", [0, 1], ids=["for its memory", "for its time"])
+def test_what_raises_in_a_later_run_keeps_its_measures_and_the_others_theirs(calls):
+    done = []
 
     def fails():
-        calls.append(1)
-        if len(calls) > 1:  # the first is the second run
+        if len(done) == calls:
             raise torch.OutOfMemoryError("no room")
+        done.append(1)
 
     bad = checked()
     bad.call = fails
@@ -76,15 +71,16 @@ def test_what_raises_while_it_is_timed_keeps_its_measures_and_the_others_theirs(
     assert "ms_p50" in found[1].measures
 
 
-def test_a_lost_device_leaves_no_record_of_what_was_right_but_not_timed():
+def test_a_lost_device_ends_the_case_without_what_was_right_but_not_timed():
     def check(name):
         if name == "second":
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return checked()
 
-    with pytest.raises(DeviceLost) as raised:
-        measure_variants(["first", "second"], check, QUICK)
-    assert [f.variant for f in raised.value.findings] == ["second"]
+    with pytest.raises(DeviceLost, match="second lost the device") as raised:
+        measure_variants(["first", "second", "third"], check, QUICK)
+    (finding,) = raised.value.findings
+    assert (finding.variant, finding.measures["fatal"]) == ("second", True)
 
 
 def test_second_runs_come_after_all_checks_if_something_is_to_happen_between():

@@ -19,8 +19,12 @@ def row_of(*lengths):
     return PackedBatch(torch.zeros(1, sum(lengths), dtype=torch.int64), lengths)
 
 
-def test_variants_share_parameters_and_leave_the_base_alone():
-    base = GeometryCase("qwen3-tiny", 1, dtype="float32").new_base_model(CPU)
+@pytest.fixture(scope="module")
+def base():
+    return GeometryCase("qwen3-tiny", 1, dtype="float32").new_base_model(CPU)
+
+
+def test_variants_share_parameters_and_leave_the_base_alone(base):
     made = make_variant("sdpa", base, Sizes.of(row_of(5, 3)))
     assert fv.is_patched(made.model)
     assert not fv.is_patched(base)
@@ -32,8 +36,7 @@ def test_variants_share_parameters_and_leave_the_base_alone():
             make_variant(name, base, Sizes.of(row_of(5, 3)))
 
 
-def test_their_fast_form_gets_boundaries_made_ahead():
-    base = GeometryCase("qwen3-tiny", 1, dtype="float32").new_base_model(CPU)
+def test_their_fast_form_gets_boundaries_made_ahead(base):
     made = make_variant("transformers:sdpa@cu_seq_lens", base, Sizes.of(row_of(5, 3), row_of(4, 4)))
     found = made.inputs(row_of(5, 3))
     assert found["cu_seq_lens_q"].tolist() == [0, 5, 8]
@@ -71,6 +74,8 @@ def test_other_packings_fit_the_shapes_of_the_first():
     sizes = Sizes.of(batch)
     for seed in range(30):
         other = recut(batch, seed, capacity=sizes.capacity, longest=sizes.max_seqlen_bound)
+        assert sum(other.lengths) == batch.total_tokens
+        assert min(other.lengths) >= 1
         PackedLayout.from_lengths(
             other.lengths, capacity=sizes.capacity, max_seqlen_bound=sizes.max_seqlen_bound
         )
