@@ -23,7 +23,7 @@ import transformers
 
 from flexvarlen.patches.models.families import BY_TYPE
 from tests import forms
-from tests.patches.models import test_vision_families as images
+from tests.patches.models import images
 from tests.tiny_models import VOCABULARY, Batch, config_of, task_of
 
 # ---- what there is ----
@@ -253,8 +253,7 @@ def draw_rows(rng: random.Random, given: Combination) -> Rows:
     if not plain:  # an empty one has no output
         documents = tuple(tuple(filter(None, row)) for row in documents)
     numbered = rng.choice([2, MOST_DOCUMENTS])
-    # RoBERTa's count from 0 if those of a row's first token do, padding or not.
-    padding_position = rng.choice([0, None] if family == "roberta" else [0, 1, None])
+    padding_position = rng.choice([0, 1, None])
     # Others than these add a number of their own, or take frequencies and scales by position.
     moves = form == "position_ids" and family not in ("roberta", "phi3", "llama4_text")
     first = rng.choice([0, 0, 2, 100]) if moves else 0
@@ -391,7 +390,9 @@ def _draw_details(rng: random.Random, of: Combination, rows: Rows) -> dict[str, 
     labels: Sequence[str | None] = [None] if of.head == "none" else ["tokens", "tokens", None]
     if HEADS[of.head] == "SequenceClassification":
         labels = LABELS_OF_DOCUMENTS
-    embeddings = plain and of.form != "collator" and rng.random() < 0.2
+    # Encoders know the padding of a padded batch by its ids.
+    has_ids = of.form == "collator" or (of.family in ENCODERS and of.mode == "unpad")
+    embeddings = plain and not has_ids and rng.random() < 0.2
     by_position = of.head == "own" and of.family in ("llama", "qwen3") and not embeddings
     # Left of them transformers' head reads padding, and RoBERTa's positions skip that token.
     pads = not (plain or any(rows.left) or of.family == "roberta")

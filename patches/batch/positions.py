@@ -70,11 +70,11 @@ def _bidirectional(given: Given, layout: PackedLayout, several: bool) -> Tensor 
         return given.padded.offsets_in_rows()
     if positions is None and not several and layout.shard.is_whole:
         return None
-    # Padding gets 0, which every table has.
-    in_document = (layout.position_ids() * layout.real_tokens()).view(given.shape)
-    if positions is None:
-        return in_document + first
-    return positions + first * (positions[:, :1] == in_document[:, :1])  # counted from 0
+    real = layout.real_tokens().view(given.shape)
+    if positions is None:  # padding gets the first, which every table has
+        return layout.position_ids().view(given.shape) * real + first
+    from_0 = (real & (positions < first)).any(dim=1, keepdim=True)
+    return positions + first * from_0
 
 
 def _with_images(given: Given, layout: PackedLayout, several: bool) -> Tensor:

@@ -141,14 +141,20 @@ def test_a_classifier_under_torch_compile():
     torch._dynamo.reset()
 
 
-def test_one_document_and_padding_after_it():
-    """The head must not take the padding for the document's last token."""
-    model = classifier("qwen3", pad_token_id=60)
-    ids = torch.cat([documents()[0], torch.zeros(3, dtype=torch.long)])[None]
-    layout = fv.PackedLayout.from_lengths([5], total_tokens=8)
+AFTER = {"packed_layout": fv.PackedLayout.from_lengths([5], total_tokens=8)}
+BEFORE = {"attention_mask": torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])}
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "bounds"),
+    [("qwen3", AFTER, [(0, 5)]), ("roberta", BEFORE, [(3, 5), (5, 8)])],
+)
+def test_padding_beside_documents(kind, inputs, bounds):
+    """It is no document's last token, and RoBERTa's positions are not counted from it."""
+    model, ids = classifier(kind), torch.arange(3, 11)[None]
     with torch.no_grad():
-        alone = model(documents()[0][None]).logits
-        logits = fv.patch_model(model, "sdpa")(ids, packed_layout=layout).logits
+        alone = torch.cat([model(ids[:, start:end]).logits for start, end in bounds])
+        logits = fv.patch_model(model, "sdpa")(ids, **inputs).logits
     torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
 
 
