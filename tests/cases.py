@@ -374,8 +374,6 @@ def _held_alone(given: Combination) -> Combination:
     found = possible(given)
     if found.mode == "cached calls" and (found.backend == "flex" or found.family == "mamba2"):
         found = found._replace(mode="eval")
-    if found.mode == "base alone" and found.family not in HEAD_FAMILIES:
-        found = found._replace(mode="eval")
     if found.mode == "unpad and share prefixes" and found.family in ENCODERS:
         found = found._replace(mode="unpad")  # it is refused
     if found.backend == "flex" and MODES[found.mode].gradients:

@@ -24,7 +24,7 @@ from flexvarlen.layout.logprobs import BARE_HEAD
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
 from flexvarlen.patches.forward.wrapper import has_fused_head_of_trl, is_wrapped
 from flexvarlen.patches.models.heads import NO_HEAD, Head, changes_logits
-from flexvarlen.patches.parts import ModelParts
+from flexvarlen.patches.parts import ModelParts, base_of
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
 _NEED_A_PATCH = (
@@ -112,7 +112,7 @@ def _requiring_patch(forward: Any) -> Any:
     @functools.wraps(forward)
     def checked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         # getattr, as PEFT, torch.compile and FSDP wrap a base model and pass on its attributes
-        if ATTRIBUTE not in self.__dict__ and getattr(self.base_model, ATTRIBUTE, None) is not None:
+        if ATTRIBUTE not in self.__dict__ and getattr(base_of(self), ATTRIBUTE, None) is not None:
             raise ValueError(
                 f"a head around a patched base model must be patched too, got {type(self).__name__}"
                 ", which is not: it would neither mask labels nor pool by document; call "

@@ -77,6 +77,8 @@ def inputs_of(given: Combination) -> Inputs:
     else:
         rng = random.Random(name_of(given))
         rows = cases.draw_rows(rng, given)
+        while max(rows.lengths) == 1:  # the mean over no labels has no value
+            rows = cases.draw_rows(rng, given)
         batch = rows.batch(0, padding=0)
         beside = [name for name in forms.FORMS[given.form].beside if rng.random() < 0.4]
         inputs = {"input_ids": batch.ids, **forms.given(given.form, batch, *beside)}

@@ -16,6 +16,7 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import flexvarlen as fv
+from flexvarlen.patches.parts import base_of
 from tests import forms
 from tests.contract_oracle import gradients_of
 from tests.patches.forward.padded_runs import assert_gradients_close
@@ -33,7 +34,9 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("family", [("llama", "qwen3"), ("bert", "modernbert"), ("mamba2",)])
+@pytest.mark.parametrize(
+    "family", [("llama", "qwen3", "llama4_text"), ("bert", "modernbert"), ("mamba2",)]
+)
 def test_head_over_a_base_that_is_patched_alone(family):
     """It would neither mask labels nor pool by document, and Mamba-2's drops the documents."""
     for kind in (*family, family[0]):  # the second of a class, and of another
@@ -42,16 +45,16 @@ def test_head_over_a_base_that_is_patched_alone(family):
             heads = heads[1:]
         for head in (x for x in heads if type(config_of(kind)) in x._model_mapping):
             model = head.from_config(config_of(kind)).eval()
-            fv.patch_model(model.base_model, "sdpa")
+            base = fv.patch_model(base_of(model), "sdpa")
             for inputs in ({"labels": BATCH.ids}, *FORMS.values()):
                 with pytest.raises(ValueError, match=r"must be patched too.*on the whole model"):
                     model(BATCH.ids, **inputs)
             with pytest.raises(ValueError, match="must be patched too"):  # labels by position
                 model(BATCH.ids, None, BATCH.position_ids, None, None, BATCH.ids)
             with torch.no_grad():  # the base model itself gives each token's hidden state
-                out = model.base_model(BATCH.ids, **FORMS["packed_layout"])
+                out = base(BATCH.ids, **FORMS["packed_layout"])
                 assert out.last_hidden_state.shape[1] == 256
-                fv.unpatch_model(model.base_model)
+                fv.unpatch_model(base)
                 model(BATCH.ids[None] if head is HEADS["choices"] else BATCH.ids)
 
 
