@@ -92,27 +92,30 @@ def entry_of(name: str) -> str | None:
 
 
 @cache
-def imports_of(path: Path) -> list[tuple[str, str]]:
-    """Module and name (perhaps a module too) of all imports, also those inside functions."""
-    return list(imported(ast.parse(path.read_text())))
+def imports_of(path: Path, *, types: bool = False) -> list[tuple[str, str]]:
+    """Module and name (perhaps a module too) of all imports, also those inside functions.
+
+    `types`: and those for annotations alone; in a package's `__init__` these are its lazy names.
+    """
+    return list(imported(ast.parse(path.read_text()), types and path.name != "__init__.py"))
 
 
-def imported(node: ast.AST) -> Iterator[tuple[str, str]]:
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-        return  # nothing is imported for annotations
+def imported(node: ast.AST, types: bool) -> Iterator[tuple[str, str]]:
+    if not types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
     if isinstance(node, ast.Import):
         yield from ((alias.name, "") for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         assert node.level == 0, "imports are absolute"
         yield from ((node.module, alias.name) for alias in node.names)
     for child in ast.iter_child_nodes(node):
-        yield from imported(child)
+        yield from imported(child, types)
 
 
-def own_imports(path: Path) -> set[str]:
+def own_imports(path: Path, *, types: bool = False) -> set[str]:
     """The package's modules that a file imports."""
     found = set()
-    for module, name in imports_of(path):
+    for module, name in imports_of(path, types=types):
         own = module.removeprefix("flexvarlen.")
         inside = name if module == "flexvarlen" else f"{own}.{name}"
         found.add(inside if inside in MODULES else own)
@@ -123,8 +126,8 @@ MODULES = modules()
 
 
 @cache
-def graph() -> dict[str, set[str]]:
-    return {name: own_imports(path) for name, path in MODULES.items()}
+def graph(*, types: bool = False) -> dict[str, set[str]]:
+    return {name: own_imports(path, types=types) for name, path in MODULES.items()}
 
 
 def test_every_module_is_ranked():
@@ -142,7 +145,7 @@ def test_arrows_point_down():
 
 def test_no_circle():
     try:
-        list(TopologicalSorter(graph()).static_order())
+        list(TopologicalSorter(graph(types=True)).static_order())
     except CycleError as error:
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
 
