@@ -70,10 +70,10 @@ def _bidirectional(given: Given, layout: PackedLayout, several: bool) -> Tensor 
         return given.padded.offsets_in_rows()
     if positions is None and not several and layout.shard.is_whole:
         return None
-    real = layout.real_tokens().view(given.shape)
+    real, in_document = (x.view(given.shape) for x in (layout.real_tokens(), layout.position_ids()))
     if positions is None:  # padding gets the first, which every table has
-        return layout.position_ids().view(given.shape) * real + first
-    from_0 = (real & (positions < first)).any(dim=1, keepdim=True)
+        return in_document * real + first
+    from_0 = (real & (positions == in_document)).any(dim=1, keepdim=True)
     return positions + first * from_0
 
 
