@@ -73,7 +73,9 @@ def _bidirectional(given: Given, layout: PackedLayout, several: bool) -> Tensor 
     real, in_document = (x.view(given.shape) for x in (layout.real_tokens(), layout.position_ids()))
     if positions is None:  # padding gets the first, which every table has
         return in_document * real + first
-    from_0 = (real & (positions == in_document)).any(dim=1, keepdim=True)
+    in_row = torch.arange(positions.shape[1], device=positions.device)
+    counts_row = (positions == in_row) & (positions[:, :1] == 0)  # padding on the left too
+    from_0 = (real & ((positions == in_document) | counts_row)).any(dim=1, keepdim=True)
     return positions + first * from_0
 
 

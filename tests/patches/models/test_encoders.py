@@ -46,6 +46,19 @@ def test_roberta_takes_a_collators_positions():
     assert_as_accurate(logits, exact.logits, baseline.logits, 2)
 
 
+def test_roberta_takes_positions_that_count_padding():
+    """From 0 in a row that is padded on the left: they are shifted, as those of other rows."""
+    model, batch = fv.patch_model(new_model("roberta"), "sdpa"), one_row()
+    ids, positions = batch.ids[:, :12], torch.arange(12)[None]
+    mask = (positions >= 5).long()
+    with torch.no_grad():
+        found, shifted = (
+            model(ids, attention_mask=mask, position_ids=x).logits[:, 5:]
+            for x in (positions, positions + 2)
+        )
+    assert torch.equal(found, shifted)
+
+
 # ---- what pools the row ----
 
 
