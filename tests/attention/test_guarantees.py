@@ -79,7 +79,7 @@ def run(name, made, layout, grads=True, **options):
 
 
 def check_rows(name, rows, length, *shape, runs=1, totals=None, **options):
-    """Output and gradients of a document of so many tokens in each of the rows, by their names."""
+    """Output and gradients of a document of that length in each of the rows, by their names."""
     expected = None
     for which, row in rows.items():
         total = None if totals is None else totals[which]

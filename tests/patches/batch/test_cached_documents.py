@@ -52,7 +52,7 @@ def positions_of(form: str, seen: int) -> dict[str, Tensor]:
 
 
 def refused(how: str, kind: str, new: int = NEW, **inputs):
-    """So many new tokens beside a cache of this kind raise, whatever model they go to."""
+    """New tokens in this number beside a cache of this kind raise, whatever model they go to."""
     model = model_of(how)
     cache, _ = cache_of(kind, model)
     ids = torch.ones(1, new, dtype=torch.long)

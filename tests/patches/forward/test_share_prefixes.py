@@ -72,7 +72,7 @@ def sharing(model, backend="auto", **changes):
 
 
 def check(inputs, tokens, kind="llama", head="CausalLM", **settings):
-    """Loss and gradients are the padded run's; so many tokens are computed."""
+    """Loss and gradients are the padded run's, of which the row has `tokens` tokens."""
     plain, ours, shapes = pair(head, kind, sharing)
     for model in (plain, ours):
         if settings:

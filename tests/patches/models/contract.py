@@ -79,8 +79,8 @@ class Text:
     def inputs(self, form: str) -> dict[str, Any]:
         """The keywords of a forward, labels too."""
         batch, (given, *beside) = self.batch(form), self.forms[form].given
-        told = batch_forms.given(given, batch, *beside)
-        return {"input_ids": batch.ids, **told, "labels": self.labels(batch)}
+        documents = batch_forms.given(given, batch, *beside)
+        return {"input_ids": batch.ids, **documents, "labels": self.labels(batch)}
 
     def alone(self, form: str, **where: Any) -> tuple[Outcome, Outcome]:
         """What the documents of a form give one by one: exactly, and the baseline."""

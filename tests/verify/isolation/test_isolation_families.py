@@ -106,10 +106,10 @@ def test_packed_row_leaks_with_default_use_cache(name, module, kind):
 def test_state_runs_over_the_row_also_without_a_cache(name):
     """Also where the batch numbers its documents in seq_idx, which no plain kernel reads."""
     seq_idx = forms.given("seq_idx", forms.row_of(LENGTHS))
-    for told in (packed() | {"use_cache": False}, {"input_ids": ids(), **seq_idx}):
+    for inputs in (packed() | {"use_cache": False}, {"input_ids": ids(), **seq_idx}):
         # transformers' own refusal; 5.17 has none, and leaks
         with pytest.raises((ValueError, IsolationError), match=r"causal_conv1d|leaks into"):
-            verify_isolation(model_of(name), told, gradients=False)
+            verify_isolation(model_of(name), inputs, gradients=False)
 
 
 @pytest.mark.parametrize("name", MODELS)
