@@ -21,11 +21,19 @@ class Mode(Enum):
     DEFAULT = "default"
 
 
-class CachedAutotuner:
-    """fla's, as far as it is read."""
+def a_kernel():
+    """What the two autotuners decorate."""
+
+
+class Autotuner:
+    """Triton's, as far as it is read."""
 
     def __init__(self):
-        self.cache = {"a shape": "a configuration"}
+        self.base_fn, self.cache = a_kernel, {"a shape": "a configuration"}
+
+
+class CachedAutotuner(Autotuner):
+    """fla's."""
 
 
 class Heuristics:
@@ -38,7 +46,8 @@ def fla(monkeypatch):
     """A stand-in for fla, on a Hopper GPU; two of its kernels have a configuration."""
     cache, ops = ModuleType("fla.ops.utils.cache"), ModuleType("fla.ops.some")
     cache.FlaCacheMode, cache.FLA_CACHE_MODE = Mode, Mode.DISABLED
-    cache.CachedAutotuner, cache.get_fla_config_dir = CachedAutotuner, lambda: "fla's own"
+    cache.Autotuner, cache.CachedAutotuner = Autotuner, CachedAutotuner
+    cache.get_fla_config_dir = lambda: "fla's own"
     ops.tuned, ops.below = CachedAutotuner(), Heuristics(CachedAutotuner())
     for name in ("fla", "fla.ops", "fla.ops.utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -46,6 +55,7 @@ def fla(monkeypatch):
     monkeypatch.setitem(sys.modules, cache.__name__, cache)
     monkeypatch.setitem(sys.modules, ops.__name__, ops)
     monkeypatch.setattr(fla_configs, "_on_hopper", lambda: True)
+    monkeypatch.setattr(fla_configs, "TRITON_TIMES", (ops.__name__,))
     for name in (OPTION, "FLA_CACHE_MODE", "FLA_CONFIG_DIR"):
         monkeypatch.delenv(name, raising=False)
     return cache
@@ -61,6 +71,16 @@ def test_flas_kernels_find_the_files(fla):
         stored = json.loads(file.read_text())
         assert stored["kernel_name"] == file.stem
         assert {"kwargs", "num_warps", "num_stages"} <= stored["default_config"].keys()
+
+
+def test_kernels_that_triton_times_find_the_files_too(fla):
+    ops = sys.modules["fla.ops.some"]
+    ops.by_triton, ops.helper = Heuristics(Autotuner()), Heuristics(None)
+    fla_configs.use_fla_configs()
+    assert type(ops.by_triton.fn) is CachedAutotuner
+    assert ops.by_triton.fn.kernel_name == a_kernel.__name__
+    assert not ops.by_triton.fn.cache
+    assert not hasattr(ops.tuned, "kernel_name")  # fla's own has its name already
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,6 +39,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N", help="of the sample")
     add("--cases", type=int, metavar="N", help="the first N of the sample; default: all")
     add("--only", default="", metavar="TEXT", help="cases whose name contains it")
+    add("--processes", type=int, default=1, metavar="N", help="for each checkout; default: 1")
     add("--verbose", action="store_true", help="print each case and its seconds")
     return parser.parse_args(argv)
 
@@ -46,9 +48,10 @@ def start(
     checkout: Path, cases: Path, out: Path, device: str, *, verbose: bool
 ) -> subprocess.Popen[bytes]:
     """The cases on a checkout, in a process of its own."""
+    path = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(checkout),
+        "PYTHONPATH": os.pathsep.join(path),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
@@ -66,18 +69,22 @@ def main(argv: list[str] | None = None) -> int:
     sides = [args.old.resolve(), args.new.resolve()]
     if args.device == "cuda":
         sides.append(sides[0])
+    parts = [cases[first :: args.processes] for first in range(args.processes)]
     with tempfile.TemporaryDirectory() as folder:
-        torch.save(cases, file := Path(folder) / "cases.pt")
-        outs = [Path(folder) / f"{number}.pt" for number in range(len(sides))]
-        running = [
-            start(side, file, out, args.device, verbose=args.verbose)
-            for side, out in zip(sides, outs, strict=True)
-        ]
-        for side, process in zip(sides, running, strict=True):
+        running = []
+        for number, part in enumerate(parts):
+            torch.save(part, file := Path(folder) / f"cases{number}.pt")
+            for side, checkout in enumerate(sides):
+                out = Path(folder) / f"{side}-{number}.pt"
+                process = start(checkout, file, out, args.device, verbose=args.verbose)
+                running.append((side, process, out))
+        found: list[dict[str, Any]] = [{} for _ in sides]
+        for side, process, out in running:
             if process.wait() != 0:
-                sys.stderr.write(f"{side}: no answers; see --verbose.\n")
+                sys.stderr.write(f"{sides[side]}: no answers; see --verbose.\n")
                 return 2
-        old, new, *again = (torch.load(out) for out in outs)
+            found[side] |= torch.load(out)
+    old, new, *again = found
     lines = differences(old, new, *again)
     raised = sum(isinstance(x, str) and x == new[name] for name, x in old.items())
     for line in lines:

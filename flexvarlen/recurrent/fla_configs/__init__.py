@@ -17,6 +17,8 @@ from flexvarlen.env import FLA_CONFIGS, flag_of
 from flexvarlen.import_hook import after_import
 
 FLA_VARIABLES = ("FLA_CACHE_MODE", "FLA_CONFIG_DIR")
+TRITON_TIMES = ("fla.ops.common.chunk_h", "fla.ops.common.chunk_o")
+"""Modules with kernels that fla lets Triton's own autotuner time, which reads no files."""
 
 
 def fla_configs_are_wanted() -> bool:
@@ -57,6 +59,8 @@ def use_fla_configs() -> None:
         cache.get_fla_config_dir = _folder
         cache.FLA_CACHE_MODE = cache.FlaCacheMode.DEFAULT
         _forget_choices(cache)  # choices for kernels that ran before
+        for name in TRITON_TIMES:
+            after_import(name, _let_kernels_read_files)
 
 
 def fla_configs_are_used() -> bool:
@@ -79,11 +83,26 @@ def let_fla_time_its_own() -> bool:
 
 
 def _forget_choices(cache: Any) -> None:
-    modules = [module for name, module in sys.modules.items() if name.startswith("fla.")]
-    found = [x for module in modules for x in vars(module).values()]
-    for kernel in (*found, *(getattr(x, "fn", None) for x in found)):  # also below heuristics
-        if isinstance(kernel, cache.CachedAutotuner):
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla."):
+            for kernel in _kernels(module):
+                if isinstance(kernel, cache.CachedAutotuner):
+                    kernel.cache.clear()
+
+
+def _let_kernels_read_files(module: ModuleType) -> None:
+    from fla.ops.utils import cache
+
+    for kernel in _kernels(module):
+        if type(kernel) is cache.Autotuner:
+            kernel.__class__ = cache.CachedAutotuner
+            kernel.kernel_name = kernel.base_fn.__name__
             kernel.cache.clear()
+
+
+def _kernels(module: ModuleType) -> list[Any]:
+    found = list(vars(module).values())
+    return [*found, *(getattr(x, "fn", None) for x in found)]  # also below heuristics
 
 
 def fla_variables_are_set() -> bool:

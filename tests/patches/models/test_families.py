@@ -48,7 +48,7 @@ def refusal(name, form, dtype):
         return NotImplementedError, "gradient checkpointing must not be reentrant"
     if (name, form) == ("gemma4_text", "inputs_embeds") and dtype == torch.bfloat16:
         # transformers looks for the tokens of embeddings, which bfloat16 has rounded.
-        return RuntimeError, "It seems like the provided `inputs_embeds` do not exactly match"
+        return RuntimeError, "do not exactly match"
     return None
 
 
