@@ -239,7 +239,7 @@ ASKED = {
     "DDP, FSDP2": "torch's own, on two processes",
     "context parallel": "`sequence_parallel_group`, one row on two to eight processes",
     "generation": "`generate` of a patched model",
-    "Trainer": "transformers' Trainer on packed rows, of images by a collator of one's own",
+    "Trainer": "transformers' Trainer on packed rows",
     "SFT": "TRL's SFTTrainer with `padding_free=True`",
     "Reward and others": "TRL's trainers after `fv.patch_trainer`, against their padded runs",
 }
