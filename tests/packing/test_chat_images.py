@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from flexvarlen.packing import conversation_samples, tokenize_chat
 from tests.packing.chat_processors import (
@@ -117,6 +118,16 @@ def test_images_are_processed_once(processor, monkeypatch):
     assert seen == [5]
 
 
+def test_the_template_writes_all_special_tokens(processor):
+    (expected,) = tokenize_chat(CHAT, processor)
+    start = ("<|im_end|>", processor.tokenizer.eos_token_id)
+    adds = TemplateProcessing(single=f"{start[0]} $A", special_tokens=[start])
+    processor.tokenizer.backend_tokenizer.post_processor = adds
+    assert processor.tokenizer("a")["input_ids"][0] == start[1]
+    (document,) = tokenize_chat(CHAT, processor)
+    assert_same(document, expected)
+
+
 @pytest.mark.parametrize("processor", KINDS, indirect=True)
 def test_a_separate_document_has_its_own_images(processor):
     """The template removes the reasoning of earlier answers, so each turn is a document."""
@@ -175,6 +186,11 @@ def test_a_part_that_cannot_be_processed_is_refused(processor, part, error, mess
 def test_a_text_chat_with_a_placeholder_is_refused(processor):
     with pytest.raises(ValueError, match=r"which are \[\], got \['image'\]"):
         tokenize_chat([user(text("<|image_pad|>")), answer(FIRST)], processor)
+
+
+def test_an_answer_with_a_placeholder_is_refused(processor):
+    with pytest.raises(ValueError, match=r"message 1, .* got \['image', 'image'\]"):
+        tokenize_chat([user(picture()), answer("<|image_pad|>")], processor)
 
 
 def test_an_answer_with_an_image_is_not_trained_on(processor):
