@@ -8,6 +8,7 @@
 | `examples.py` | how both read examples and cut them |
 | `chat.py` | `tokenize_chat` turns a chat into documents, `conversation_samples` into samples |
 | `chat_template.py` | the prompt and the answer of a turn, as a chat template writes them |
+| `chat_images.py` | the images and videos of a chat: a processor's tokens and tensors |
 | `chat_messages.py` | the messages of a chat, and which answers are trained on |
 | `prefixes.py` | `share_prefixes` and `TreeCollator` turn samples into trees |
 | `tree_picture.py` | draws trees |

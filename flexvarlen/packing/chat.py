@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexvarlen.layout.arguments import integers
 from flexvarlen.layout.labels import IGNORE_INDEX
+from flexvarlen.packing.chat_images import ChatProcessor, Encode, take_media
 from flexvarlen.packing.chat_messages import (
     ANSWER_IDS,
     PROMPT_IDS,
@@ -21,8 +22,13 @@ from flexvarlen.packing.chat_messages import (
 )
 from flexvarlen.packing.chat_template import ChatTemplate
 
-_Sample = tuple[list[int], list[int]]
-"""The tokens of a prompt, and of its answer."""
+
+class _Sample(NamedTuple):
+    """The tokens of a prompt and of its answer, and the processor's columns for both."""
+
+    prompt: list[int]
+    answer: list[int]
+    columns: Callable[[], dict[str, Any]] = dict
 
 
 def tokenize_chat(
@@ -32,7 +38,7 @@ def tokenize_chat(
     train: Train = "all",
     tools: Sequence[Any] | str | None = None,
     **template_options: Any,
-) -> list[dict[str, list[int]]]:
+) -> list[dict[str, Any]]:
     """Tokenize a chat by its template; only the assistant's answers are trained on.
 
     An answer follows the tokens of its prompt, as the template renders the prompt for generation;
@@ -41,12 +47,18 @@ def tokenize_chat(
     answers (Qwen3's drops their reasoning, Phi-3's the token after the last), the turn becomes a
     separate document. `{% generation %}` in a template has no effect.
 
+    Chats with images or videos need the model's processor. It runs once for each document, and its
+    tensors become columns of the document; the tokens are those of the processor. An answer that is
+    trained on has only text.
+
     Args:
         messages: mappings with `role`, `content`, and optionally `reasoning_content` and
             `tool_calls`, whose arguments are mappings or JSON strings. Keys whose value is None are
             removed, as Arrow adds them; null in a JSON string is kept. Answers may hold recorded
-            tokens, as in `conversation_samples`.
-        tokenizer: a transformers tokenizer with a chat template.
+            tokens, as in `conversation_samples`. A list of parts as content may have images:
+            `{"type": "image", "image": image}`, a PIL image, path or URL; and videos, likewise.
+        tokenizer: a transformers tokenizer or processor with a chat template. No special tokens
+            are added to those that the template writes.
         train: "all" answers, the "last", or a function that is true for the messages to train on.
             Answers with a `weight` of 0 are context, as are assistant messages before the first
             user message; without a user message, the assistant message at index 0.
@@ -56,26 +68,32 @@ def tokenize_chat(
             `chat_template`.
 
     Returns:
-        Documents with `input_ids` and `assistant_masks`, for `PackedDataset` or `PackedCollator`.
+        Documents with `input_ids` and `assistant_masks`, lists of integers of the document's
+        length, for `PackedDataset` or `PackedCollator`. Those with images also have the other
+        outputs of the processor: lists of that length (`mm_token_type_ids`, `token_type_ids`), and
+        tensors as it returns them (`pixel_values`, `image_grid_thw`, `image_sizes` and similar).
 
     Raises:
         ValueError: `messages`, `train` or a weight is malformed, or no answer is trained on; or the
             template raises an error, does not continue the prompt of an answer, does not end the
             answer, or omits content, reasoning, a tool call or an argument; or the tokenizer cannot
-            split a prompt from its answer.
+            split a prompt from its answer; or a chat has images and `tokenizer` is no processor, or
+            an image has no data, or no placeholder in the text, or the processor's tokens differ.
+        NotImplementedError: a message has audio, or a chat with images has `prompt_token_ids`.
     """
-    documents: list[dict[str, list[int]]] = []
+    documents: list[tuple[dict[str, Any], _Sample]] = []
     ids: list[int] = []
     masks: list[int] = []
-    for prompt, answer in _prompts_and_answers(messages, tokenizer, train, tools, template_options):
+    for sample in _samples(messages, tokenizer, train, tools, template_options):
+        prompt, answer, _ = sample
         if ids and prompt[: len(ids)] == ids:
             documents.pop()
         else:
             ids, masks = [], []
         masks = [*masks, *[0] * (len(prompt) - len(ids)), *[1] * len(answer)]
         ids = [*prompt, *answer]
-        documents.append({"input_ids": ids, "assistant_masks": masks})
-    return documents
+        documents.append(({"input_ids": ids, "assistant_masks": masks}, sample))
+    return [document | sample.columns() for document, sample in documents]
 
 
 def conversation_samples(
@@ -85,7 +103,7 @@ def conversation_samples(
     train: Train = "all",
     tools: Sequence[Any] | str | None = None,
     **template_options: Any,
-) -> list[dict[str, list[int]]]:
+) -> list[dict[str, Any]]:
     """Turn a recorded conversation into samples: what a policy saw and wrote at each turn.
 
     A sample is the prompt of a turn and its answer, as in `tokenize_chat`; only the answer has
@@ -103,11 +121,13 @@ def conversation_samples(
 
     Returns:
         Samples with `input_ids` and `labels`, one for each answer in order, for `share_prefixes`
-        or `TreeCollator`; labels are aligned with input_ids, and are -100 in prompts.
+        or `TreeCollator`; labels are aligned with input_ids, and are -100 in prompts. Samples with
+        images also have the processor's outputs, as in `tokenize_chat`.
 
     Raises:
         ValueError: as in `tokenize_chat`; or the template does not reproduce an answer's tokens
             (the message names the first difference), or only some answers have recorded tokens.
+        NotImplementedError: as in `tokenize_chat`.
 
     Example, with the tokens of an engine:
 
@@ -117,34 +137,42 @@ def conversation_samples(
     [{'input_ids': [5, 6, 7, 8], 'labels': [-100, -100, 7, 8]}]
     """
     return [
-        {"input_ids": [*prompt, *answer], "labels": [*[IGNORE_INDEX] * len(prompt), *answer]}
-        for prompt, answer in _prompts_and_answers(
-            messages, tokenizer, train, tools, template_options
-        )
+        {
+            "input_ids": [*prompt, *answer],
+            "labels": [*[IGNORE_INDEX] * len(prompt), *answer],
+            **columns(),
+        }
+        for prompt, answer, columns in _samples(messages, tokenizer, train, tools, template_options)
     ]
 
 
-def _prompts_and_answers(
+def _samples(
     messages: Iterable[Message],
     tokenizer: Any,
     train: Train,
     tools: Sequence[Any] | str | None,
     options: dict[str, Any],
 ) -> list[_Sample]:
-    """The prompt and answer tokens of each answer that is trained on."""
+    """A sample for each answer that is trained on."""
     messages = one_chat(messages)
     turns = trained_turns(messages, train)
     answers, prompts = (_recorded_ids(messages, turns, name) for name in (ANSWER_IDS, PROMPT_IDS))
     if prompts and not answers:
         raise ValueError(f"{PROMPT_IDS} must come with {ANSWER_IDS}; pass both for each answer.")
+    messages, media = take_media(messages)
+    if prompts and any(media):
+        raise NotImplementedError(f"a chat with images cannot have {PROMPT_IDS}; remove them.")
     if prompts:
-        return list(zip(prompts, answers, strict=True))
-    template, encode = ChatTemplate(tokenizer, tools, **options), _encoder(tokenizer)
-    messages = for_template(messages)
+        return [_Sample(*tokens) for tokens in zip(prompts, answers, strict=True)]
+    processor = ChatProcessor(tokenizer, media)
+    template, messages = ChatTemplate(tokenizer, tools, **options), for_template(messages)
+    texts = [template.prompt_and_answer(messages, turn) for turn in turns]
+    encode = processor.encoder(texts, turns, _encoder(processor.tokenizer))
     samples = []
-    for turn, given in zip_longest(turns, answers):
-        prompt, answer = template.prompt_and_answer(messages, turn)
-        samples.append(_tokens(prompt, answer, turn, given, tokenizer, encode))
+    for (prompt, answer), turn, given in zip_longest(texts, turns, answers):
+        ids = _tokens(prompt, answer, turn, given, processor.tokenizer, encode)
+        columns = partial(processor.columns, prompt + answer, turn, [*ids[0], *ids[1]])
+        samples.append(_Sample(*ids, columns))
     return samples
 
 
@@ -166,7 +194,7 @@ def _recorded_ids(messages: Sequence[Message], turns: list[int], name: str) -> l
     return [integers(f"{name} of message {x}", messages[x][name], advice) for x in turns]
 
 
-def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+def _encoder(tokenizer: Any) -> Encode:
     """An encoder that tokenizes each text between two special tokens only once.
 
     A fast tokenizer first splits a text at its special tokens, so each such piece has the same
@@ -198,8 +226,8 @@ def _tokens(
     turn: int,
     given: list[int] | None,
     tokenizer: Any,
-    encode: Callable[[str], list[int]],
-) -> _Sample:
+    encode: Encode,
+) -> tuple[list[int], list[int]]:
     """The tokens of a prompt, tokenized separately as an engine does, and of its answer.
 
     Raises:

@@ -25,7 +25,7 @@ class ChatTemplate:
     """The chat template of a tokenizer, with its tools and variables.
 
     Args:
-        tokenizer: a transformers tokenizer.
+        tokenizer: a transformers tokenizer or processor.
         tools: for the template; keys whose value is None are removed, except in a JSON string.
         options: other variables of the template, or another `chat_template`.
 
@@ -49,7 +49,8 @@ class ChatTemplate:
             tools = json.loads(tools) if isinstance(tools, str) else without_none(tools)
         except json.JSONDecodeError as error:
             raise ValueError(f"tools must be a list or its JSON, got {tools!r:.60}.") from error
-        tokenizer.get_chat_template(options.get("chat_template"), tools)
+        if hasattr(tokenizer, "get_chat_template"):  # a processor raises in `render`
+            tokenizer.get_chat_template(options.get("chat_template"), tools)
         self._tokenizer = tokenizer
         self._options = dict(tools=tools, tokenize=False, **options)
 

@@ -160,7 +160,7 @@ REFUSED = [
         for x in ("noon", "[1]", [1])
     ),
     (PLAIN, {"reasoning": "a", "thinking": "b"}, "reasoning must be one text, .* in message 1"),
-    (PLAIN, {"content": [{"type": "image"}]}, "content must be a string, or parts of type text"),
+    (PLAIN, {"content": [{"type": "file"}]}, "content must be a string, or parts of type text"),
     (PLAIN, {"weight": 0.5}, "the weight of message 1 must be 0 .* got 0.5"),
     # It does not follow its prompt, or has no end, as GLM's, or cannot be written.
     (

@@ -1,0 +1,181 @@
+"""The images and videos of a chat: their tokens in the text, and their tensors, by a processor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flexvarlen.packing.chat_messages import Message
+
+Encode = Callable[[str], list[int]]
+Media = tuple[str, Any]
+"""The kind, "image" or "video", and what the message holds: a path, URL, or PIL image."""
+
+_KEYS = {"image": ("image", "url", "path", "base64"), "video": ("video", "url", "path")}
+"""Where transformers looks for the data of each kind."""
+
+_PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+_OFFSETS = "text_replacement_offsets"
+
+
+def take_media(messages: Sequence[Message]) -> tuple[list[Message], list[list[Media]]]:
+    """Copies of the messages whose images and videos have no data, and the data of each message.
+
+    Templates only ask whether a part has data; tools and searches in the text must not copy it.
+
+    Raises:
+        ValueError: an image or video has no data, or several.
+        NotImplementedError: a part is audio.
+    """
+    bare, media = [], []
+    for turn, message in enumerate(messages):
+        parts: Any = message.get("content")
+        found: list[Media] = []
+        parts = parts.tolist() if hasattr(parts, "tolist") else parts  # pandas holds arrays
+        if isinstance(parts, (list, tuple)):
+            split = [_take(part, turn) for part in parts]
+            message = {**message, "content": [part for part, _ in split]}
+            found = [each for _, each in split if each is not None]
+        bare.append(message)
+        media.append(found)
+    return bare, media
+
+
+def _take(part: Any, turn: int) -> tuple[Any, Media | None]:
+    """A part of a message without its data, and the data of an image or video."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "image_url":  # OpenAI's form
+        kind, url = "image", part["image_url"]
+        part = {"type": kind, "url": url.get("url") if isinstance(url, Mapping) else url}
+    if kind in ("audio", "input_audio"):
+        raise NotImplementedError(f"message {turn} has audio, which cannot be packed; remove it.")
+    if kind not in _KEYS:
+        return part, None
+    data = [part[key] for key in _KEYS[kind] if part.get(key) is not None]
+    if len(data) != 1:
+        raise ValueError(
+            f"the {kind} of message {turn} must be given under one of {', '.join(_KEYS[kind])}, "
+            f"got {len(data)} of them; with images in a column of their own, first call "
+            "trl.data_utils.prepare_multimodal_messages(messages, images)."
+        )
+    # The key stays, as some templates search for it instead of the type.
+    return {"type": kind, kind: kind}, (kind, data[0])
+
+
+class ChatProcessor:
+    """Expands the placeholders of a chat's images as a processor does, and returns its tensors.
+
+    The processor runs once on each text that it is asked for, over all images of the text.
+
+    Args:
+        tokenizer: a transformers tokenizer or processor.
+        media: the images and videos of each message, as `take_media` returns them.
+
+    Raises:
+        ValueError: there are images, but no processor.
+    """
+
+    def __init__(self, tokenizer: Any, media: Sequence[Sequence[Media]]) -> None:
+        from transformers import ProcessorMixin
+
+        is_processor = isinstance(tokenizer, ProcessorMixin)
+        if any(media) and not is_processor:
+            raise ValueError(
+                f"a chat with images needs the model's processor, got {type(tokenizer).__name__}; "
+                "load it with AutoProcessor."
+            )
+        self._processor, self._media = tokenizer, media
+        self.tokenizer = tokenizer.tokenizer if is_processor else tokenizer
+        tokens = {kind: getattr(tokenizer, f"{kind}_token", None) for kind in _KEYS}
+        self._kinds = {x: kind for kind, x in tokens.items() if x and is_processor}
+        self._placeholder = re.compile("|".join(map(re.escape, self._kinds)) or "(?!)")
+        self._outputs: dict[str, dict[str, Any]] = {}
+
+    def encoder(
+        self, texts: Sequence[tuple[str, str]], turns: Sequence[int], encode: Encode
+    ) -> Encode:
+        """An encoder of prompts and answers that first expands their placeholders.
+
+        Args:
+            texts: the prompt and the answer of each turn, with placeholders.
+            turns: the index of each answer's message.
+            encode: the tokens of an expanded text.
+
+        Raises:
+            ValueError: a text does not have one placeholder for each image.
+        """
+        for (prompt, answer), turn in zip(texts, turns, strict=True):
+            self._require_placeholders(prompt, turn)
+            self._require_placeholders(prompt + answer, turn + 1)
+        if not any(self._media[: turns[-1]]):
+            return encode
+        (offsets,) = self._processed("".join(texts[-1]), turns[-1])[_OFFSETS]
+        replacements = [each["replacement"] for each in offsets]
+
+        def encode_expanded(text: str) -> list[int]:
+            expansions = iter(replacements)  # every text begins as the last one, which has them all
+            return encode(self._placeholder.sub(lambda _: next(expansions), text))
+
+        return encode_expanded
+
+    def _require_placeholders(self, text: str, length: int) -> None:
+        """Raise ValueError unless a text has a placeholder for each image of the first messages."""
+        written = [self._kinds[x] for x in self._placeholder.findall(text)]
+        given = [kind for message in self._media[:length] for kind, _ in message]
+        if written != given:
+            raise ValueError(
+                "the chat template must write one placeholder for each image and video up to "
+                f"message {length - 1}, which are {given}, got {written}; use the processor's own "
+                f"template, and do not write {' or '.join(self._kinds) or 'placeholders'} in texts."
+            )
+
+    def columns(self, text: str, turn: int, ids: list[int]) -> dict[str, Any]:
+        """All outputs of the processor for a text; none if it has no image or video.
+
+        Args:
+            text: the prompt and the answer of a turn.
+            turn: the index of the answer's message.
+            ids: the tokens of the text, with expanded placeholders.
+
+        Returns:
+            Tensors over images, such as `pixel_values`, as the processor returns them; columns of
+            tokens, such as `mm_token_type_ids`, as lists.
+
+        Raises:
+            ValueError: the processor tokenizes the text in another way.
+        """
+        if not any(self._media[:turn]):
+            return {}
+        outputs = self._processed(text, turn)
+        if outputs["input_ids"][0].tolist() != ids:
+            raise ValueError(
+                f"the processor must tokenize message {turn} separately from its prompt, in a chat "
+                "with images; use a chat template whose prompt ends with a whole token."
+            )
+        left_out = ("input_ids", "attention_mask", _OFFSETS)  # a document has no padding
+        return {
+            name: value[0].tolist() if name in _PER_TOKEN else value
+            for name, value in outputs.items()
+            if name not in left_out
+        }
+
+    def _processed(self, text: str, turn: int) -> dict[str, Any]:
+        """The processor's outputs for the prompt and the answer of a turn."""
+        if text not in self._outputs:
+            media = [each for message in self._media[:turn] for each in message]
+            data = {kind: [x for own, x in media if own == kind] for kind in _KEYS}
+            outputs = self._processor(
+                text=[text],
+                **{f"{kind}s": [found] for kind, found in data.items() if found},
+                add_special_tokens=False,  # the template writes them
+                return_tensors="pt",
+                return_text_replacement_offsets=True,
+            )
+            if _OFFSETS not in outputs:
+                raise NotImplementedError(
+                    f"{type(self._processor).__name__} does not tell where it expands images; "
+                    "tokenize these chats yourself."
+                )
+            self._outputs[text] = dict(outputs)
+        return self._outputs[text]
