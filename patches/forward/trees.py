@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from flexvarlen.layout.labels import LABEL_COUNTS
 from flexvarlen.patches.batch.given import Given
+from flexvarlen.patches.batch.padded_batch import IMAGE_PREFIXES
 from flexvarlen.patches.batch.positions import has_images
-from flexvarlen.patches.refusal import Refusal
+from flexvarlen.patches.refusal import Refusal, refuse
 from flexvarlen.patches.why_not import why_no_trees
 
 
@@ -64,3 +65,23 @@ TREES = (
     ),
 )
 """What has no meaning for tokens that stand for several samples."""
+
+
+def _images(given: Given) -> str | None:
+    names = (name for name, x in given.inputs.items() if x is not None)
+    return next((name for name in names if name.startswith(IMAGE_PREFIXES)), None)
+
+
+SHARED_IMAGES = (
+    Refusal(
+        _images,
+        "share_prefixes=True is not supported for batches with images or videos, as equal ids may "
+        "stand for different images, got {got}; leave share_prefixes=True out.",
+        NotImplementedError,
+    ),
+)
+
+
+def refuse_shared_images(given: Given) -> None:
+    """Refuse images in a model that looks for prefixes that its rows share."""
+    refuse(given, SHARED_IMAGES)
