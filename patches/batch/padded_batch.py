@@ -20,12 +20,10 @@ from flexvarlen.layout.labels import unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.layout.token_map import Padding, SharedPadding
+from flexvarlen.packing.images import IMAGES
 
 MIN_SHARED_TOKENS = 32
 """A shorter prefix is not shared: it saves less than a deeper tree costs."""
-
-IMAGE_PREFIXES = ("image_", "pixel_", "spatial_", "video_")
-"""How the names of a processor's outputs begin that have no value for each token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +73,7 @@ class PaddedBatch:
             if isinstance(value, Tensor)
             and value.shape[:2] in shapes
             and name != "attention_mask"
-            and not name.startswith(IMAGE_PREFIXES)
+            and name not in IMAGES
         }
 
     def inputs_of_batch(self, inputs: dict[str, Any], pad_token_id: int | None) -> dict[str, Any]:

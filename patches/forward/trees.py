@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flexvarlen.layout.labels import LABEL_COUNTS
+from flexvarlen.packing.images import IMAGES
 from flexvarlen.patches.batch.given import Given
-from flexvarlen.patches.batch.padded_batch import IMAGE_PREFIXES
 from flexvarlen.patches.batch.positions import has_images
 from flexvarlen.patches.refusal import Refusal, refuse
 from flexvarlen.patches.why_not import why_no_trees
@@ -68,8 +68,7 @@ TREES = (
 
 
 def _images(given: Given) -> str | None:
-    names = (name for name, x in given.inputs.items() if x is not None)
-    return next((name for name in names if name.startswith(IMAGE_PREFIXES)), None)
+    return next((name for name in IMAGES if given.inputs.get(name) is not None), None)
 
 
 SHARED_IMAGES = (
