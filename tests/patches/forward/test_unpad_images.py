@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 import flexvarlen as fv
 from tests.patches.forward.padded_runs import (
     assert_same,
-    losses_and_gradients,
     pair,
     seen_tokens,
     unpadding,
@@ -193,24 +192,46 @@ def test_base_model_alone():
     assert not found[~real].any()
 
 
-def test_prefixes_are_shared_by_text_alone():
-    """Equal ids may stand for different images."""
+def with_answers(document, answers, patches=None):
+    """A prompt with images, and each answer to it."""
+    made = []
+    for answer in answers:
+        ids = torch.cat([document.ids, torch.tensor(answer)])
+        types = torch.cat([document.types, torch.zeros(len(answer), dtype=torch.long)])
+        own = document.patches if patches is None else patches
+        made.append(replace(document, ids=ids, types=types, patches=own))
+    return made
+
+
+PROMPT = documents()[2]
+GROUP = [
+    *with_answers(PROMPT, [[7, 8, 9], [9, 5], [7, 8, 11, 12]]),
+    *TEXTS,
+    *with_answers(PROMPT, [[7, 8]], PROMPT.patches.flip(0)),  # the same ids, other images
+]
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_prompt_with_images_is_shared(kind):
     plain, ours, shapes = pair(
         "ImageTextToText",
-        "qwen3_vl",
+        kind,
         lambda model: fv.patch_model(copy.deepcopy(model), "sdpa", unpad=True, share_prefixes=True),
     )
-    with pytest.raises(NotImplementedError, match=r"with images or videos, .*pixel_values"):
-        ours(**padded())
-    prompt = torch.arange(3, 43)
-    rows = torch.stack([torch.cat([prompt, torch.tensor(x)]) for x in ([7, 8, 9], [9, 5, 0])])
-    inputs = {"input_ids": rows, "attention_mask": (rows > 0).long()}
-    inputs["mm_token_type_ids"] = torch.zeros_like(rows)
-    labels = rows.masked_fill(rows == 0, -100)
-    (expected, gradients), (out, found) = (
-        losses_and_gradients(model, inputs | {"labels": labels}) for model in (plain, ours)
-    )
-    assert shapes == [(1, 45)]
-    torch.testing.assert_close(out.loss, expected.loss)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5)
+    patches = []
+    ours.model.visual.register_forward_pre_hook(lambda _, given: patches.append(len(given[0])))
+    assert_same(plain, ours, padded(GROUP))
+    assert shapes == [(1, real_tokens(GROUP) - 2 * len(PROMPT.ids))]
+    assert patches == [2 * len(PROMPT.patches)]
+
+
+def test_images_without_grids_are_not_shared():
+    model = fv.patch_model(new_model("qwen3_vl"), "sdpa", unpad=True, share_prefixes=True)
+    inputs = padded(GROUP)
+    types = inputs.pop("mm_token_type_ids")
+    positions = torch.arange(types.shape[1]).expand(4, *types.shape)
+    with pytest.raises(NotImplementedError, match="share_prefixes=True shares images that come"):
+        model(**inputs, position_ids=positions)
+    short = {"pixel_values": inputs["pixel_values"][:-1], "mm_token_type_ids": types}
+    with pytest.raises(ValueError, match="pixel_values of the batch must have the patches"):
+        model(**inputs | short)
