@@ -146,14 +146,12 @@ def unknown_head(parts: ModelParts, settings: Settings) -> str | None:
 
 def unpad(parts: ModelParts, settings: Settings) -> str | None:
     """Padded batches as packed rows."""
-    if not settings.unpad:
+    if not settings.unpad or settings.sequence_parallel_group is None:
         return None
-    if settings.sequence_parallel_group is not None:
-        return (
-            "unpad=True must not be used with a sequence_parallel_group, whose ranks hold shards "
-            "of packed rows; pass packed rows, or remove sequence_parallel_group."
-        )
-    return None
+    return (
+        "unpad=True must not be used with a sequence_parallel_group, whose ranks hold shards of "
+        "packed rows; pass packed rows, or remove sequence_parallel_group."
+    )
 
 
 def share_prefixes(parts: ModelParts, settings: Settings) -> str | None:

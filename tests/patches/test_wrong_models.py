@@ -120,7 +120,6 @@ CASES = (
         made("phi3"),
         UNPAD | {"share_prefixes": True},
     ),
-    Case(why_not.unpad, "unpad=True, which patch_trainer sets, must not", made("qwen2_vl"), UNPAD),
     Case(why_not.unpad, "unpad=True must not be used with a", made("llama"), OVER_RANKS | UNPAD),
     Case(
         why_not.unknown_layers,

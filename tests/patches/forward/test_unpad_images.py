@@ -21,9 +21,10 @@ from tests.patches.forward.padded_runs import (
     unpadding,
 )
 from tests.patches.models.contract import forget_positions
-from tests.patches.models.images import IMAGE, KINDS, documents, inputs_of
+from tests.patches.models.images import BEGIN, END, IMAGE, KINDS, documents, inputs_of
 from tests.tiny_models import config_of, new_model
 
+VIDEO = 91
 ALL_KINDS = (*KINDS, "qwen3_5_moe")
 SOME = documents()[:3]  # one image, none, two
 TEXTS = [documents()[i] for i in (1, 4)]
@@ -33,22 +34,41 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def padded(some=SOME, side="right"):
-    """What a processor gives for these documents, a row each, and labels that no padding predicts.
-
-    Documents without images have no pixel_values.
-    """
+def rows_of(ids, types, side):
+    """Ids and types `[L]` of documents as a padded batch, and labels that no padding predicts."""
 
     def rows(columns, value=0):
         return pad_sequence(columns, batch_first=True, padding_value=value, padding_side=side)
 
-    labels = [torch.cat([torch.tensor([-100]), x.ids[1:]]) for x in some]
-    return inputs_of(some) | {
-        "input_ids": rows([x.ids for x in some]),
-        "mm_token_type_ids": rows([x.types for x in some]),
-        "attention_mask": rows([torch.ones_like(x.ids) for x in some]),
+    labels = [torch.cat([torch.tensor([-100]), x[1:]]) for x in ids]
+    return {
+        "input_ids": rows(ids),
+        "mm_token_type_ids": rows(types),
+        "attention_mask": rows([torch.ones_like(x) for x in ids]),
         "labels": rows(labels, -100),
     }
+
+
+def padded(some=SOME, side="right"):
+    """What a processor gives for these documents, and labels: no pixel_values without images."""
+    return inputs_of(some) | rows_of([x.ids for x in some], [x.types for x in some], side)
+
+
+def videos(kind):
+    """A batch of two documents of text and a video each: Qwen3 has text between its frames."""
+    grid = torch.tensor([(2, 4, 6), (3, 4, 4)])
+    ids, types = [], []
+    for text, (frames, height, width) in zip(([5, 6], [9]), grid.tolist(), strict=True):
+        runs, of_frame = (frames, 1) if kind.startswith("qwen3") else (1, frames)
+        tokens = of_frame * height * width // 4
+        own = [*text, *[11, BEGIN, *[VIDEO] * tokens, END] * runs, 13]
+        ids.append(torch.tensor(own))
+        types.append(2 * (ids[-1] == VIDEO).long())
+    pixels = torch.randn(int(grid.prod(-1).sum()), 96, generator=torch.Generator().manual_seed(5))
+    inputs = {"pixel_values_videos": pixels, "video_grid_thw": grid}
+    if kind == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = torch.tensor([1.0, 0.5])
+    return inputs | rows_of(ids, types, "left")
 
 
 def real_tokens(some):
@@ -68,6 +88,14 @@ def test_loss_and_hidden_states_of_a_language_model(kind, side):
     for states, of_padded in zip(found, (expected.logits, *expected.hidden_states), strict=True):
         torch.testing.assert_close(states[real], of_padded[real], rtol=1e-4, atol=1e-4)
         assert not states[~real].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_videos(kind):
+    plain, ours, shapes = pair("ImageTextToText", kind)
+    inputs = videos(kind)
+    assert_same(plain, ours, inputs)
+    assert shapes == [(1, int(inputs["attention_mask"].sum()))]
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
