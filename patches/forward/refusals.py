@@ -17,7 +17,7 @@ from flexvarlen.patches.refusal import Refusal, refuse
 from flexvarlen.patches.state import Patch
 from flexvarlen.upstream import required
 
-TEXT_ALONE = ("gemma3", "gemma4", "mistral3")
+TEXT_ALONE = ("gemma3", "gemma4")
 _IMAGES = (
     "token_type_ids",
     "mm_token_type_ids",
@@ -59,8 +59,7 @@ def _images(given: Given) -> str | None:
 
 
 # Gemma's attention is bidirectional inside an image. That mask does not follow from documents and
-# causality alone: the placeholder that a patched model passes would silently drop it. Mistral 3's
-# images are not verified.
+# causality alone: the placeholder that a patched model passes would silently drop it.
 IMAGES = (
     Refusal(
         _images,

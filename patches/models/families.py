@@ -25,6 +25,7 @@ _RECURRENT = "states and convolutions start anew at each document"
 _SCALED = "queries are scaled by position"
 _POSITION = "positions count inside a document"
 _TEXT_ALONE = "text alone: batches with images or mm_token_type_ids are refused"
+_TEXT_AND_TOWER = "a verified text model; before it, images of a tower of their own replace tokens"
 _ENCODER = "bidirectional attention"
 _OWN_LABELS = "encoders mask no label; poolers and classifiers give a row for each document"
 
@@ -212,13 +213,17 @@ FAMILIES: tuple[Family, ...] = (
         by_name_alone=False,  # its layers keep position_ids to themselves
         task="MaskedLM",
     ),
-    Family(
-        "Mistral 3",
-        "mistral3",
-        "the text model is a `mistral` or `ministral3`; images",
-        _TEXT_ALONE,
-        by_name_alone=False,
-        task="ImageTextToText",
+    *(
+        Family(name, kind, _TEXT_AND_TOWER, by_name_alone=False, task="ImageTextToText")
+        for name, kind in (("Mistral 3, Pixtral", "mistral3"), ("LFM2-VL", "lfm2_vl"))
+    ),
+    *(
+        Family(name, kind, _TEXT_AND_TOWER, task="ImageTextToText")
+        for name, kind in (
+            ("LLaVA-NeXT", "llava_next"),
+            ("InternVL", "internvl"),
+            ("SmolVLM", "smolvlm"),
+        )
     ),
     Family(
         "Ministral 3",
@@ -288,6 +293,9 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 BY_TYPE: dict[str, Family] = {family.model_type: family for family in FAMILIES}
+
+TEXT_AND_TOWER = tuple(x.model_type for x in FAMILIES if x.has == _TEXT_AND_TOWER)
+"""Families whose images replace tokens before the text model, and change nothing else of it."""
 
 _VISION_TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 TEXT_TOWERS = {f"{name}_text": BY_TYPE[name] for name in _VISION_TOWERS}
