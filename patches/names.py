@@ -141,12 +141,10 @@ NEEDS = (
         for name in ("image_grid_thw", "video_grid_thw", "mm_token_type_ids")
     ),
     Need("base.forward.pixel_values", "images before the text tower", TEXT_AND_TOWER),
-    Need("base.forward.pixel_values", "refusing images", {"gemma3", "gemma4"}),
-    Need("base.forward.token_type_ids", "refusing images", {"gemma3"}),
-    *(
-        Need(f"base.forward.{name}", "refusing images and sound", {"gemma4"})
-        for name in ("pixel_values_videos", "input_features", "mm_token_type_ids")
-    ),
+    Need("base.forward.pixel_values", "images before the text tower", {"gemma3", "gemma4"}),
+    Need("base.forward.token_type_ids", "tokens of one image", {"gemma3"}),
+    Need("base.forward.mm_token_type_ids", "tokens of one image", {"gemma4"}),
+    Need("base.forward.input_features", "refusing sound", {"gemma4"}),
 )
 
 _OUTPUTS = "transformers.modeling_outputs"

@@ -283,6 +283,7 @@ TINY: dict[str, dict[str, Any]] = {
             **_HEAD_16,
             **_ALTERNATING,
             "attention_k_eq_v": True,
+            "use_bidirectional_attention": "vision",
             "num_global_key_value_heads": 3,
             "hidden_size_per_layer_input": 0,
             "enable_moe_block": True,
@@ -295,6 +296,7 @@ TINY: dict[str, dict[str, Any]] = {
             "num_key_value_heads": 2,
             "head_dim": 8,
             "position_embedding_size": 16,
+            "pooling_kernel_size": 2,
         },
         # Not among the tokens of the tests' texts: the model would replace them.
         "image_token_id": 2,

@@ -30,8 +30,8 @@ def test_images_of_another_document(name):
     """Two images of one size change places: their documents change, and no other one's bit."""
     model, inputs = shared_model(name), inputs_of(name, documents(name))
     pixels = inputs["pixel_values"].clone()
-    images = pixels[0] if name == "smolvlm" else pixels  # 4 of them: of documents 0, 2, 2 and 3
-    images[[1, 3]] = images[[3, 1]]
+    images = pixels[0] if name == "smolvlm" else pixels  # 6 of them: of documents 0, 2 and 3
+    images[[1, 5]] = images[[5, 1]]
     swapped = {**inputs, "pixel_values": pixels}
     with torch.no_grad(), fv.patched(model, "sdpa"):
         before, after = (
@@ -47,13 +47,15 @@ def test_padded_rows(name):
     """Images in two rows, one or two documents in each, padding on the left of the first."""
     exact, baseline = CASES[f"{name}, images"].alone("packed_layout")
     width = max(sum(lengths(name)[:2]), lengths(name)[2]) + 3
-    ids, mask = (torch.zeros(2, width, dtype=torch.long) for _ in range(2))
+    ids, types, mask = (torch.zeros(2, width, dtype=torch.long) for _ in range(3))
     for row, at, indices in ((0, width - sum(lengths(name)[:2]), (0, 1)), (1, 0, (2,))):
         for index in indices:
             tokens = slice(at, at + lengths(name)[index])
             ids[row, tokens], mask[row, tokens] = documents(name)[index].ids, index + 1
+            types[row, tokens] = documents(name)[index].types
             at = tokens.stop
     inputs = {**inputs_of(name, documents(name)[:3]), "input_ids": ids, "attention_mask": mask}
+    inputs |= {key: types for key in inputs if key == PROCESSORS[name].types}
     with torch.no_grad(), fv.patched(shared_model(name), "sdpa") as model:
         found = model(**inputs, use_cache=False).logits[mask > 0]
     alone = (x.logits[: sum(lengths(name)[:3])] for x in (exact, baseline))
@@ -78,9 +80,12 @@ def test_padded_batch_that_is_unpadded(name):
     """Images go with the real tokens, in their order."""
     exact, baseline = CASES[f"{name}, images"].alone("packed_layout")
     some = documents(name)
-    ids = pad_sequence([x.ids for x in some], batch_first=True)
+    ids, types = (
+        pad_sequence([getattr(x, key) for x in some], batch_first=True) for key in ("ids", "types")
+    )
     mask = pad_sequence([torch.ones_like(x.ids) for x in some], batch_first=True)
     inputs = {**inputs_of(name, some), "input_ids": ids, "attention_mask": mask}
+    inputs |= {key: types for key in inputs if key == PROCESSORS[name].types}
     with torch.no_grad(), fv.patched(shared_model(name), "sdpa", unpad=True) as model:
         found = model(**inputs).logits[mask > 0]
     assert_as_accurate(found, exact.logits, baseline.logits, 2)

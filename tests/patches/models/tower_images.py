@@ -17,26 +17,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 IMAGE, PATCH = 90, 4
-TEXT = (7, 30, 11, 5, 1)
-SIZES = ([(2, 4)], [], [(4, 2), (4, 4)], [(4, 2)], [])
-"""Height and width of each document's images: one, none, two that touch, one, none."""
+BEFORE, AFTER = (7, 30, 11, 0, 1), (3, 0, 0, 5, 0)
+"""Tokens of text around each document's images: the third ends in images, the fourth begins so."""
+SIZES = ([(2, 4)], [], [(4, 2), (4, 4), (2, 4), (4, 4)], [(4, 2)], [])
+"""Height and width of each document's images: one, none, four that touch, one, none."""
 
 
 class Document(NamedTuple):
     """A text of L tokens, some of which stand for images.
 
     Attributes:
-        ids: `[L]`.
+        ids, types: `[L]`; types are 1 at tokens of images.
         images: of each image, `[3, height, width]` in pixels.
     """
 
     ids: Tensor
+    types: Tensor
     images: tuple[Tensor, ...]
-
-    @property
-    def types(self) -> Tensor:
-        """`[L]`, 1 at tokens of images."""
-        return (self.ids == IMAGE).long()
 
 
 class Processor(NamedTuple):
@@ -45,10 +42,14 @@ class Processor(NamedTuple):
     Attributes:
         tokens: how many tokens stand for an image of this height and width.
         keywords: for these images, in the order of the tokens.
+        types: the keyword of the tokens' types, also of text alone, or None.
+        image: the id of a token of an image.
     """
 
     tokens: Callable[[int, int], int]
     keywords: Callable[[list[Tensor]], dict[str, Tensor]]
+    types: str | None = None
+    image: int = IMAGE
 
 
 def _padded(images: list[Tensor]) -> Tensor:
@@ -106,12 +107,30 @@ def _naflex(images: list[Tensor]) -> dict[str, Tensor]:
     return {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": real.long()}
 
 
+def _patches_with_positions(images: list[Tensor]) -> dict[str, Tensor]:
+    """Positions are (x, y) of each patch, -1 at padding."""
+    positions = []
+    for height, width in (_sizes(images) // PATCH).tolist():
+        own = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(1)
+        positions.append(pad(own, (0, 0, 0, 16 - len(own)), value=-1))
+    return {
+        "pixel_values": _padded_patches(images, 16),
+        "image_position_ids": torch.stack(positions),
+    }
+
+
 PROCESSORS: dict[str, Processor] = {
     "mistral3": Processor(lambda h, w: h * w // 4, _pixtral),
     "llava_next": Processor(lambda h, w: 4 + h * (w + 1), _anyres),
     "internvl": Processor(lambda h, w: 4, lambda images: {"pixel_values": _whole(images, 16)}),
     "smolvlm": Processor(lambda h, w: 4, _in_a_row_of_images),
     "lfm2_vl": Processor(lambda h, w: h * w // 4, _naflex),
+    "gemma3": Processor(
+        lambda h, w: 4, lambda images: {"pixel_values": _whole(images, 8)}, "token_type_ids"
+    ),
+    "gemma4": Processor(
+        lambda h, w: h * w // 4, _patches_with_positions, "mm_token_type_ids", image=2
+    ),
 }
 
 
@@ -119,21 +138,23 @@ PROCESSORS: dict[str, Processor] = {
 def documents(family: str) -> tuple[Document, ...]:
     generator = torch.Generator().manual_seed(3)
     made = []
-    for tokens, sizes in zip(TEXT, SIZES, strict=True):
-        ids = torch.randint(3, 80, (tokens,), generator=generator).tolist()
-        images = []
+    of = PROCESSORS[family]
+    for before, sizes, after in zip(BEFORE, SIZES, AFTER, strict=True):
+        images, tokens = [], sum(of.tokens(*size) for size in sizes)
         for height, width in sizes:
-            ids += [IMAGE] * PROCESSORS[family].tokens(height, width)
             shape = (3, PATCH * height, PATCH * width)
             images.append(torch.randn(shape, generator=generator))
-        ids += [5, 6, 9] if sizes else []
-        made.append(Document(torch.tensor(ids), tuple(images)))
+        ids = torch.randint(3, 80, (before + tokens + after,), generator=generator)
+        ids[before : before + tokens] = of.image
+        made.append(Document(ids, (ids == of.image).long(), tuple(images)))
     return tuple(made)
 
 
 def inputs_of(family: str, some: Sequence[Document]) -> dict[str, Tensor]:
     """The processor's keywords for these documents in one row."""
     inputs = {"input_ids": torch.cat([x.ids for x in some])[None]}
+    if PROCESSORS[family].types:
+        inputs[PROCESSORS[family].types] = torch.cat([x.types for x in some])[None]
     images = [image for x in some for image in x.images]
     return {**inputs, **(PROCESSORS[family].keywords(images) if images else {})}
 
