@@ -107,17 +107,18 @@ def key_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
     return at.in_other_row(low - shift, high - shift)
 
 
-def runs_of(marked_T: Tensor, begins_T: Tensor) -> Tensor:
+def runs_of(marked_T: Tensor) -> Tensor:
     """int32 `[2, T]`: start and end of the run that each token is in.
+
+    A run may go on into the next document: a mask cuts it there.
 
     Args:
         marked_T: bool; adjacent tokens that are marked are one run, any other is one by itself.
-        begins_T: bool, at the first token of each document, where a run ends too.
 
     No sync; traces under `fullgraph=True`.
     """
     tokens = torch.arange(marked_T.shape[0], device=marked_T.device, dtype=torch.int32)
-    goes_on_T = marked_T & marked_T.roll(1) & ~begins_T & (tokens > 0)
+    goes_on_T = marked_T & marked_T.roll(1) & (tokens > 0)
     start = tokens.masked_fill(goes_on_T, 0).cummax(0).values
     ends_T = ~torch.nn.functional.pad(goes_on_T[1:], (0, 1))
     end = (tokens + 1).masked_fill(~ends_T, torch.iinfo(torch.int32).max)

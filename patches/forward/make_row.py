@@ -59,7 +59,7 @@ def make_row(given: Given) -> PackedRow:
         fills_cache=fills_cache,
         use_cache=use_cache,
         pooled_tokens=None if find_pooled is None else find_pooled(given, layout, several),
-        image_runs=None if find_runs is None else find_runs(given, layout),
+        image_runs=None if find_runs is None else find_runs(given),
     )
 
 

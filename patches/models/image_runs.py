@@ -1,7 +1,7 @@
 """Tokens of images that see one another both ways, on top of causal attention: Gemma 3 and 4.
 
 Adjacent tokens of images are one run, also those of two images. Which layers have such runs is read
-from the config; a window cuts a run on its left. Documents in a row have runs of their own.
+from the config; a window cuts a run on its left, and the mask cuts it at the end of a document.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.vectors import runs_of
 from flexvarlen.patches.batch.given import Given
 from flexvarlen.patches.batch.positions import has_images
@@ -50,7 +49,7 @@ RULES: dict[str, _Rule] = {
 """By model type."""
 
 
-def runs_finder(parts: ModelParts) -> Callable[[Given, PackedLayout], ImageRuns | None] | None:
+def runs_finder(parts: ModelParts) -> Callable[[Given], ImageRuns | None] | None:
     """The function that finds the runs of a row's images; None for a model without any."""
     kind = parts.model_config.model_type
     rule = RULES.get(kind)
@@ -65,12 +64,11 @@ def windows_cut_runs(model_type: str) -> bool:
     return hasattr(modeling, "create_masks_for_vision_model")
 
 
-def find_runs(given: Given, layout: PackedLayout) -> ImageRuns | None:
+def find_runs(given: Given) -> ImageRuns | None:
     """The runs of a packed row's images; None for text alone.
 
     Args:
         given: of a model whose images have runs.
-        layout: the documents, at whose ends a run ends too.
 
     Raises:
         ValueError: images without the types of the tokens.
@@ -97,11 +95,10 @@ def find_runs(given: Given, layout: PackedLayout) -> ImageRuns | None:
     marked_T = torch.stack([types.flatten() == value for value in rule.of_images]).any(0)
     if not (pixels or torch.compiler.is_compiling()) and not bool(marked_T.any()):
         return None
-    runs = runs_of(marked_T, layout.position_ids() == 0)
-    return ImageRuns(rule.layers(given.parts.config), runs)
+    return ImageRuns(rule.layers(given.parts.config), runs_of(marked_T))
 
 
-def find_runs_in_windows(given: Given, layout: PackedLayout) -> ImageRuns | None:
+def find_runs_in_windows(given: Given) -> ImageRuns | None:
     """As `find_runs`, for releases of transformers in which no window cuts a run.
 
     Raises:
@@ -110,7 +107,7 @@ def find_runs_in_windows(given: Given, layout: PackedLayout) -> ImageRuns | None
 
     Reads the device.
     """
-    found = find_runs(given, layout)
+    found = find_runs(given)
     if found is None:
         return None
     kind, window = given.parts.model_config.model_type, given.parts.config.sliding_window

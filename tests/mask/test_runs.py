@@ -30,7 +30,7 @@ def marked(tokens):
 
 def mask_of(spec, **layout):
     layout = fv.PackedLayout.from_lengths(LENGTHS, total_tokens=205, **layout)
-    runs = runs_of(marked(205), layout.position_ids() == 0)
+    runs = runs_of(marked(205))
     return DocumentMask(layout, spec.of_runs(), runs=runs)
 
 

@@ -230,5 +230,5 @@ def _small_mask(call: AttentionCall, *, reverse: bool = False) -> DocumentMask:
     runs = None
     if call.spec.runs:  # every third group of 8 tokens
         marked = torch.arange(layout.total_tokens, device=call.device) // 8 % 3 == 1
-        runs = runs_of(marked, layout.position_ids() == 0)
+        runs = runs_of(marked)
     return DocumentMask(layout, call.spec, layout_k=layout_k, prefix=prefixes, runs=runs)
