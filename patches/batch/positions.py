@@ -123,7 +123,8 @@ def positions_by_run(layout: PackedLayout, positions_BS: Tensor, row_tokens: int
 
 def has_images(inputs: dict[str, Any]) -> bool:
     """Whether the arguments include images or videos."""
-    return any(inputs.get(name) is not None for name in GRIDS)
+    pixels = ("pixel_values", "pixel_values_videos")
+    return any(inputs.get(name) is not None for name in (*GRIDS, *pixels))
 
 
 def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> Tensor:
