@@ -17,6 +17,7 @@ from flexvarlen.patches.batch.padded_batch import (
     find_padding,
     share_prefixes_of_rows,
 )
+from flexvarlen.patches.batch.positions import has_images
 from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.forward.head_checks import check_document_labels, wrap_loss
 from flexvarlen.patches.forward.make_row import is_compiled
@@ -62,9 +63,15 @@ def run_packed(given: Given, padded: PaddedBatch) -> Given:
 
     Raises:
         ValueError: `return_dict=False` asks for a tuple, whose outputs could not be replaced.
+        NotImplementedError: images where rows share prefixes: tokens of different images are equal.
     """
     require_dict(given)
     if given.patch.share_prefixes:
+        if has_images(given.inputs):
+            raise NotImplementedError(
+                "share_prefixes=True is not supported with images, whose tokens are equal where "
+                "the images are not; call patch_model(unpad=True) without it."
+            )
         multiple_of = _multiple_of(given)
         padded = share_prefixes_of_rows(padded, given.inputs, multiple_of=multiple_of)
     row, tokens = padded.inputs_of_row(given.inputs), padded.tokens.enter(given.tokens)

@@ -99,6 +99,16 @@ def test_images_in_a_tree():
         model(**inputs, packed_layout=tree)
 
 
+def test_images_in_shared_prefixes():
+    """Equal tokens stand for different images."""
+    model = fv.patch_model(new_model("internvl"), "sdpa", unpad=True, share_prefixes=True)
+    one = documents("internvl")[0]
+    inputs = inputs_of("internvl", [one, one])
+    inputs["input_ids"] = one.ids.expand(2, -1)
+    with pytest.raises(NotImplementedError, match="share_prefixes=True is not supported with im"):
+        model(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]))
+
+
 def test_images_of_a_shard():
     with pytest.raises(NotImplementedError, match="takes images, whose tokens cannot be sharded"):
         fv.patch_model(new_model("smolvlm"), sequence_parallel_group=object())
