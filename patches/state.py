@@ -187,13 +187,29 @@ def unregister_model(inner: PreTrainedModel, patch: Patch) -> None:
 def set_implementation(inner: PreTrainedModel, backend: str) -> None:
     """Set the attn_implementation of a backend: of the model, and of its text tower if it has one.
 
-    A vision tower keeps its own.
+    A vision tower keeps its own, or gets transformers' default if that is one of ours, which
+    `from_pretrained` sets in all towers.
     """
     name = next(name for name, its in IMPLEMENTATIONS.items() if its == backend)
     if text_config_of(inner.config) is inner.config:
         inner.set_attn_implementation(name)
     else:
-        inner.set_attn_implementation({"": name, "text_config": name})
+        defaults = _defaults_of_towers(inner)
+        inner.set_attn_implementation({**defaults, "": name, "text_config": name})
+
+
+def _defaults_of_towers(inner: PreTrainedModel) -> dict[str, str]:
+    """transformers' default attn_implementation of each tower beside the text whose own is ours."""
+    parts = {name: getattr(inner.config, name, None) for name in inner.config.sub_configs}
+    return {
+        name: "sdpa" if tower._supports_sdpa else "eager"
+        for name, config in parts.items()
+        for tower in inner.modules()
+        if isinstance(tower, PreTrainedModel)
+        and tower.config is config
+        and name != "text_config"
+        and config._attn_implementation in IMPLEMENTATIONS
+    }
 
 
 def implementation_before(inner: PreTrainedModel) -> str | dict[str, str]:

@@ -193,9 +193,9 @@ def share_prefixes_of_rows(
     if given:
         if TYPES not in compared or not any(name in GRIDS for name in given):
             raise NotImplementedError(
-                "share_prefixes=True shares images that come with image_grid_thw or video_grid_thw "
-                f"and {TYPES}, as those of Qwen-VL models do, got {', '.join(given)}; leave "
-                "share_prefixes=True out."
+                "share_prefixes=True is not supported with images of models other than Qwen-VL, "
+                f"which come with image_grid_thw or video_grid_thw and {TYPES}, got "
+                f"{', '.join(given)}; leave share_prefixes=True out."
             )
         types = 2 + list(compared).index(TYPES)
         images = _images_of([row[:, types] for row in rows], inputs)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.packing.images import GRIDS, rope_positions
+from flexvarlen.packing.images import GRIDS, PIXELS, rope_positions
 from flexvarlen.patches.batch.given import Given
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
@@ -123,8 +123,7 @@ def positions_by_run(layout: PackedLayout, positions_BS: Tensor, row_tokens: int
 
 def has_images(inputs: dict[str, Any]) -> bool:
     """Whether the arguments include images or videos."""
-    pixels = ("pixel_values", "pixel_values_videos")
-    return any(inputs.get(name) is not None for name in (*GRIDS, *pixels))
+    return any(inputs.get(name) is not None for name in (*GRIDS, *PIXELS))
 
 
 def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> Tensor:

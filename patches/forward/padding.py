@@ -63,6 +63,7 @@ def run_packed(given: Given, padded: PaddedBatch) -> Given:
 
     Raises:
         ValueError: `return_dict=False` asks for a tuple, whose outputs could not be replaced.
+        NotImplementedError: images of other models than Qwen-VL where rows share prefixes.
     """
     require_dict(given)
     inputs = given.inputs

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexvarlen.patches.batch.image_runs import runs_finder
 from flexvarlen.patches.batch.labels import target_maker
 from flexvarlen.patches.batch.positions import position_maker
 from flexvarlen.patches.forward.padding import pad_outputs, unpad_batch, unpad_below_head
@@ -27,7 +28,6 @@ from flexvarlen.patches.forward.under_head import (
     documents_of_head,
 )
 from flexvarlen.patches.models.heads import NO_HEAD, Head
-from flexvarlen.patches.models.image_runs import runs_finder
 from flexvarlen.patches.models.verified import is_verified
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import CONTEXT, Settings, Stages

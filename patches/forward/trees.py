@@ -22,6 +22,8 @@ def _other_than(name: str, wanted: bool | int) -> Refusal:
 def _unsupported(given: Given) -> str | None:
     if why := why_no_trees(given.parts, batch_invariant=given.patch.batch_invariant):
         return why
+    if has_images(given.inputs) and not given.parts.vision_name:
+        return "images of models other than Qwen-VL"
     learns = given.parts.head.labels
     return None if learns in ("", "next token") else "a head that pools documents"
 
@@ -44,7 +46,11 @@ TREES = (
     _other_than("return_dict", True),
     _other_than("logits_to_keep", 0),
     Refusal(
-        lambda given: has_images(given.inputs) and given.inputs.get("position_ids") is None,
+        lambda given: (
+            bool(given.parts.vision_name)
+            and has_images(given.inputs)
+            and given.inputs.get("position_ids") is None
+        ),
         "position_ids of 4 rows must be given with a packed_layout of trees where a batch has "
         "images; pass the batch of fv.share_prefixes(samples, model=model).",
     ),

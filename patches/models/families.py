@@ -24,7 +24,7 @@ _MAMBA = "Mamba-2 layers"
 _RECURRENT = "states and convolutions start anew at each document"
 _SCALED = "queries are scaled by position"
 _POSITION = "positions count inside a document"
-_RUNS = "its kernels are flex, sdpa and reference where a batch has images"
+_RUNS = "such layers run on flex, flex_fa4, sdpa or reference where a batch has images"
 _TEXT_AND_TOWER = "a verified text model; before it, images of a tower of their own replace tokens"
 _ENCODER = "bidirectional attention"
 _OWN_LABELS = "encoders mask no label; poolers and classifiers give a row for each document"
@@ -82,8 +82,8 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Gemma 3",
         "gemma3",
-        "alternating windows; images, inside which attention goes both ways in all layers",
-        f"images need their token_type_ids; {_RUNS}",
+        "alternating windows; images, inside which attention goes both ways",
+        f"images need their token_type_ids, and {_RUNS}",
     ),
     Family(
         "Phi-3",
@@ -286,9 +286,10 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Gemma 4",
         "gemma4",
-        "as Gemma 4, text; experts in some configs; images, inside which attention goes both ways "
-        'in sliding layers where use_bidirectional_attention is "vision"',
-        f"images then need their mm_token_type_ids; in those layers {_RUNS}; sound is refused",
+        "as Gemma 4, text; experts in some configs; images and sound",
+        "attention goes both ways inside an image, in sliding layers, where "
+        'use_bidirectional_attention is "vision": images then need their mm_token_type_ids, and '
+        f"{_RUNS}; sound is refused",
         by_name_alone=False,
     ),
 )

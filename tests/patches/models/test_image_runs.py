@@ -141,6 +141,24 @@ def test_kernel_that_cannot_serve_images():
         model(**row_of("gemma3"))
 
 
+def test_backend_that_auto_takes(forwards):
+    """One that can serve runs, after it was compared with the reference on some."""
+    model = fv.patch_model(new_model("gemma3"), "auto")
+    with torch.no_grad():
+        model(**row_of("gemma3"))
+    served = {route.backend.name for route in forwards[0].routes.values()}
+    assert served <= {"sdpa", "flex", "reference"}
+
+
+def test_runs_on_another_device(forwards):
+    """accelerate moves the documents of a forward to each layer's device, with their runs."""
+    model = fv.patch_model(new_model("gemma3"), "sdpa")
+    with torch.no_grad():
+        model(**row_of("gemma3"))
+    moved = forwards[0].to("meta")
+    assert moved.row.image_runs.tokens.device == moved.layout.device == torch.device("meta")
+
+
 @pytest.mark.parametrize("name", ["input_features", "mm_encoder_outputs"])
 def test_sound(name):
     given = {"input_features": torch.zeros(1, 16, 8), "mm_encoder_outputs": {"audio": object()}}

@@ -91,12 +91,36 @@ def test_padded_batch_that_is_unpadded(name):
     assert_as_accurate(found, exact.logits, baseline.logits, 2)
 
 
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_towers_loaded_with_our_attention(name):
+    """`from_pretrained(attn_implementation=)` sets it in the vision tower too."""
+    row = {**inputs_of(name, documents(name)), "packed_layout": layout(name)}
+    model = new_model(name, implementation="flexvarlen_sdpa")
+    with torch.no_grad():
+        with fv.patched(shared_model(name), "sdpa") as expected:
+            expected = expected(**row).logits
+        fv.patch_model(model, "sdpa")
+        torch.testing.assert_close(model(**row).logits, expected, atol=1e-4, rtol=1e-4)
+    fv.unpatch_model(model)
+    assert model.config.vision_config._attn_implementation == "flexvarlen_sdpa"
+
+
 def test_images_in_a_tree():
     model = fv.patch_model(new_model("internvl"), "sdpa")
     inputs = inputs_of("internvl", documents("internvl")[:1])
     tree = fv.PackedLayout.from_tree([8, 2, inputs["input_ids"].shape[1] - 10], [-1, 0, 0])
     with pytest.raises(NotImplementedError, match="trees is not supported with images"):
         model(**inputs, packed_layout=tree)
+
+
+def test_images_in_shared_prefixes():
+    """Equal tokens stand for different images."""
+    model = fv.patch_model(new_model("internvl"), "sdpa", unpad=True, share_prefixes=True)
+    one = documents("internvl")[0]
+    inputs = inputs_of("internvl", [one, one])
+    inputs["input_ids"] = one.ids.expand(2, -1)
+    with pytest.raises(NotImplementedError, match="share_prefixes=True is not supported with im"):
+        model(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]))
 
 
 def test_images_of_a_shard():
