@@ -80,9 +80,11 @@ def patch_model(
             graph, else the longest document, rounded up to a power of two.
         unpad: take padded batches, one document a row, and run their real tokens as one packed row.
             Outputs have the padded shape, with zeros at padding. Copies the mask to the host.
+            Images come along as a processor gives them, with `mm_token_type_ids`.
         unpad_to_multiple_of: with `unpad`, the packed row is rounded up to a multiple of this many
             tokens; default: 1,024 in a compiled model, else 1.
-        share_prefixes: with `unpad`, compute a prefix that several rows share only once.
+        share_prefixes: with `unpad`, compute a prefix that several rows share only once. Batches
+            with images raise an error.
         sequence_parallel_group: ranks that share each row. They call the model together, each with
             the result of `shard_row(batch, group, **shard_options(model))`.
         verify: check the patched model on a small random batch, as `verify_isolation` does; a kind

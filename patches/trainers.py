@@ -48,7 +48,7 @@ def patch_trainer(
     of DPO's chosen and rejected answers, and of GRPO's completions. GRPOTrainer and RLOOTrainer,
     which shuffle completions before they split them into batches, then shuffle blocks of
     completions of one prompt, even after their models are unpatched. It does not apply to encoders
-    among the reward models, in which rows share nothing.
+    among the reward models, in which rows share nothing; batches with images raise an error.
 
     Works with transformers' Trainer in any padded task, and with the trainers of TRL 1.16 in the
     table of docs/preference.md. AsyncGRPOTrainer has its own prefix trees, which raise an error in
@@ -71,8 +71,8 @@ def patch_trainer(
         ValueError: the trainer is not a Trainer, or has `model_init`; with `share_prefixes`,
             batches of shuffled completions cannot contain two of each prompt; with
             `context_parallel`, the trainer makes padded batches, or a setting needs whole rows.
-        NotImplementedError: a model cannot be patched (see `patch_model`), such as a
-            vision-language model. All models are then unchanged.
+        NotImplementedError: a model cannot be patched (see `patch_model`). All models are then
+            unchanged.
 
     >>> import flexvarlen as fv  # doctest: +SKIP
     >>> trainer = DPOTrainer(model, args=config, train_dataset=data)  # doctest: +SKIP

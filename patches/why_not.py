@@ -148,12 +148,6 @@ def unpad(parts: ModelParts, settings: Settings) -> str | None:
     """Padded batches as packed rows."""
     if not settings.unpad:
         return None
-    if parts.vision_name:
-        return (
-            "unpad=True, which patch_trainer sets, must not be used with a vision-language model, "
-            f"whose images have positions in the padded batch, got {parts.model_class.__name__}; "
-            "pack its batches with fv.PackedCollator, and call fv.patch_model(model)."
-        )
     if settings.sequence_parallel_group is not None:
         return (
             "unpad=True must not be used with a sequence_parallel_group, whose ranks hold shards "

@@ -7,7 +7,6 @@ asked of its own `why_not`, for a tiny model of each kind: such a cell needs no 
 from __future__ import annotations
 
 import inspect
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -69,6 +68,9 @@ ON_ROWS = "patches/forward/test_packed_models.py::test_packed_equals_one_by_one"
 ON_FAMILIES = "patches/models/test_families.py::"
 ON_ROUTER = "patches/forward/test_router_logits.py::"
 ON_RANKS = "parallel/test_documents.py::test_a_model_trains_as_on_the_whole_row"
+ON_TRAINERS_OF_IMAGES = (
+    "patches/test_trainers_images.py::test_a_run_learns_what_the_padded_one_learns"
+)
 
 
 def classify_images() -> None:
@@ -82,26 +84,12 @@ def classify_images() -> None:
     fv.patch_model(model, "sdpa")(**batch)
 
 
-def sft_of_images() -> None:
-    """Padding-free: what TRL says."""
-    import datasets
-    import trl
-    from transformers import ProcessorMixin
+def share_prefixes_of_images() -> None:
+    """Of padded batches."""
+    from tests.patches.forward.test_unpad_images import padded
 
-    from tests.contract_training import settings
-    from tests.patches.test_trl import PADDING_FREE, PLAIN
-    from tests.tiny_models import tokenizer
-
-    class Processor(ProcessorMixin):
-        def __init__(self) -> None:
-            self.tokenizer = tokenizer()
-
-    trl.SFTTrainer(
-        model=fv.patch_model(KINDS["images"].model(), "sdpa"),
-        args=trl.SFTConfig(**settings(tempfile.mkdtemp(), **PLAIN, **PADDING_FREE)),
-        train_dataset=datasets.Dataset.from_dict({"images": [[None]], "messages": [[]]}),
-        processing_class=Processor(),
-    )
+    model = KINDS["images"].model().float()
+    fv.patch_model(model, "sdpa", **SHARED)(**padded())
 
 
 FEATURES = {
@@ -124,6 +112,8 @@ FEATURES = {
                 {**families("dense", *EXPERTS, "encoder", "hybrid"), "windows": "gemma2"},
             ),
             "longrope": "patches/forward/test_unpad.py::test_longrope_frequencies_of_each_document",
+            "images": "patches/forward/test_unpad_images.py::"
+            "test_loss_and_hidden_states_of_a_language_model[qwen2_5_vl-*]",
         },
         UNPAD,
     ),
@@ -134,6 +124,7 @@ FEATURES = {
             {**families("dense", *EXPERTS, "hybrid"), "windows": "gemma2"},
         ),
         SHARED,
+        raises={"images": share_prefixes_of_images},
     ),
     "heads": Column(
         {
@@ -208,18 +199,23 @@ def padded_trainer(name: str) -> Column:
     tests = {
         "dense": f"{dense}[{of_dense.get(name, name)}]",
         **each(f"{test}[{name}-{{}}]", families(*kinds)),
+        "images": f"{ON_TRAINERS_OF_IMAGES}[{name}-qwen2_5_vl]",
     }
+    if name == "reward":  # TRL's takes no images
+        tests["images"] = "patches/test_trainers_images.py::test_rewards_of_text_alone"
     return Column(tests, UNPAD)
 
 
 TRAINERS = {
     "Trainer": Column(each("patches/test_kinds.py::test_trainer[{}]")),
     "SFT": Column(
-        each(
-            "patches/test_kinds.py::test_sft_of_trl[{}]",
-            {kind: kind for kind in (*TEXT, "MoE, router loss")},
-        ),
-        raises={"images": sft_of_images},
+        {
+            **each(
+                "patches/test_kinds.py::test_sft_of_trl[{}]",
+                {kind: kind for kind in (*TEXT, "MoE, router loss")},
+            ),
+            "images": f"{ON_TRAINERS_OF_IMAGES}[sft-qwen2_5_vl]",
+        },
     ),
     "Reward": padded_trainer("reward"),
     "DPO": padded_trainer("dpo"),
@@ -239,9 +235,10 @@ ASKED = {
     "DDP, FSDP2": "torch's own, on two processes",
     "context parallel": "`sequence_parallel_group`, one row on two to eight processes",
     "generation": "`generate` of a patched model",
-    "Trainer": "transformers' Trainer on packed rows, of images by a collator of one's own",
-    "SFT": "TRL's SFTTrainer with `padding_free=True`",
-    "Reward and others": "TRL's trainers after `fv.patch_trainer`, against their padded runs",
+    "Trainer": "transformers' Trainer on packed rows",
+    "SFT": "TRL's SFTTrainer with `padding_free=True`, of images after `fv.patch_trainer`",
+    "Reward and others": "TRL's trainers after `fv.patch_trainer`, against their padded runs; "
+    "Reward of text alone",
 }
 """What the columns mean."""
 

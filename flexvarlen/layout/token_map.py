@@ -92,8 +92,14 @@ class Padding:
     row_tokens: int
 
     def enter(self, x: Tensor) -> Tensor:
-        """The real tokens of x `[B, S, ...]`, or of `[1, S, ...]` that all rows share."""
+        """The real tokens of x `[B, S, ...]`, or of `[1, S, ...]` that all rows share.
+
+        Spare tokens get 0 if x holds integers, such as ids, of which the last one may stand for a
+        part of an image; else a value of the batch.
+        """
         flat = x.expand(self.batch, *x.shape[1:]).flatten(0, 1)
+        if not x.is_floating_point():  # a copy of embeddings would be large
+            flat = torch.cat([flat, flat.new_zeros(1, *flat.shape[1:])])
         return flat.index_select(0, self.offsets.clamp(max=len(flat) - 1))[None]
 
     def leave(self, x: Tensor, padding: float = 0) -> Tensor:

@@ -14,6 +14,7 @@
 | `tree_picture.py` | draws trees |
 | `collator.py` | `PackedCollator` concatenates documents into one row of fixed shape |
 | `columns.py` | the columns that `PackedCollator` accepts, as rows of arrays |
+| `images.py` | the columns of images and videos, joined, and positions of their tokens |
 | `sampler.py` | `BalancedSampler` shuffles rows so that attention cost is balanced over ranks |
 | `loader_pass.py` | the state of accelerate's data loader that the sampler and the collators need |
 """

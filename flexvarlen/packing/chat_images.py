@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flexvarlen.packing.chat_messages import Message
+from flexvarlen.packing.images import TOKEN_TYPES
 
 Encode = Callable[[str], list[int]]
 Media = tuple[str, Any]
@@ -15,7 +16,6 @@ Media = tuple[str, Any]
 _KEYS = {"image": ("image", "url", "path", "base64"), "video": ("video", "url", "path")}
 """Where transformers looks for the data of each kind."""
 
-_PER_TOKEN = {"token_type_ids", "mm_token_type_ids"}
 _OFFSETS = "text_replacement_offsets"
 
 
@@ -155,7 +155,7 @@ class ChatProcessor:
                 f"{type(self._processor).__name__} must return the tokens of its tokenizer for the "
                 f"chat up to message {turn}, but they differ; use its default options."
             )
-        for name in _PER_TOKEN & outputs.keys():
+        for name in outputs.keys() & TOKEN_TYPES:
             outputs[name] = _of_tokens(name, outputs[name][0].tolist(), written, ids)
         left_out = ("attention_mask", _OFFSETS)  # a document has no padding
         return {name: value for name, value in outputs.items() if name not in left_out}

@@ -29,6 +29,15 @@ from flexvarlen.packing.columns import (
     require_no_loss_after,
     rows_of,
 )
+from flexvarlen.packing.images import (
+    GRIDS,
+    IMAGES,
+    TOKEN_TYPES,
+    RopeIndex,
+    joined_images,
+    rope_positions,
+    text_alone,
+)
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING, is_dispatched
 
 _GIVEN = "labels as given"  # a document's labels that the collator did not make
@@ -40,6 +49,7 @@ def pad_token_id_of(tokenizer: Any, pad_token_id: int | None) -> int:
     Raises:
         ValueError: the tokenizer is another object, or the value is not a token id.
     """
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     if tokenizer is not None and not hasattr(tokenizer, "pad_token_id"):
         raise ValueError(
             f"tokenizer must be a transformers tokenizer, got {tokenizer!r:.80}; pass the model's, "
@@ -73,6 +83,11 @@ class PackedCollator:
         use_cache     False: with a cache, an unpatched model would not detect documents from
                       position_ids
 
+    Images and videos are joined in the order of the documents. With `image_grid_thw` or
+    `video_grid_thw`, positions are those of the model's `get_rope_index` for each document alone,
+    `[4, 1, T]` (in the document, then in time, height and width), if `model` is given; else
+    position_ids are left out, and a patched model makes them, which reads the device.
+
     With `boundaries="cu_seq_lens"`, the batch has the keywords of transformers' FlashAttention
     instead of the layout: `cu_seq_lens_q`, `cu_seq_lens_k` int32 `[capacity + 1]`, with the last
     value repeated in unused slots, and `max_length_q`, `max_length_k`, the bound. The padding then
@@ -82,7 +97,9 @@ class PackedCollator:
 
         a document       `input_ids`, optionally `labels`; `attention_mask`, whose zeros are dropped
                          so that the tokens around them become adjacent;
-                         `completion_mask`, `assistant_masks`, with no loss where they are zero
+                         `completion_mask`, `assistant_masks`, with no loss where they are zero;
+                         from a processor `pixel_values`, `image_grid_thw` and similar columns of
+                         images and videos, `mm_token_type_ids` or `token_type_ids`
         several in one   the same columns with `seq_lengths` (TRL's packing), or `position_ids`,
                          `seq_idx` or document ids in `attention_mask` that separate them
         a batch          from `DataCollatorWithFlattening` or TRL's padding-free collator: the same
@@ -92,13 +109,14 @@ class PackedCollator:
     detected. A mapping with `input_ids` `[1, T]` and none of these columns is rejected, because
     `DataCollatorWithFlattening(return_position_ids=False)` returns several documents like this.
 
-    Labels that the collator makes from input_ids are next-token labels. Given labels belong to
-    their own tokens (token classification, masked LM) if one of the batch differs from its token,
-    and are then all kept; else they are next-token labels. If a document's first token has a label
-    and later tokens have none, they may be either: pass `next_token_labels`.
+    Labels that the collator makes from input_ids are next-token labels; tokens of images get none.
+    Given labels belong to their own tokens (token classification, masked LM) if one of the batch
+    differs from its token, and are then all kept; else they are next-token labels. If a document's
+    first token has a label and later tokens have none, they may be either: pass
+    `next_token_labels`.
 
     Args:
-        tokenizer: the model's tokenizer, whose pad token fills the padding, or None.
+        tokenizer: the model's tokenizer or processor, whose pad token fills the padding, or None.
         total_tokens: T; the rest of the row is padding. None: the tokens of the documents, so the
             shape differs between batches.
         capacity: document slots; None: the number of documents, rounded up to a power of two.
@@ -110,6 +128,8 @@ class PackedCollator:
         extra: additional columns with one value per token, as a mapping of name to padding value; a
             feature with any other column raises an error.
         next_token_labels: whether given labels are next-token labels; None: see above.
+        model: a model with positions in three dimensions (Qwen2-VL and similar), of which no weight
+            is kept; None: see above.
 
     All but the tokenizer are keyword arguments, and are checked when the collator is made.
 
@@ -134,6 +154,7 @@ class PackedCollator:
     position_ids_start: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
     next_token_labels: bool | None = None
+    model: Any = None
 
     def __post_init__(self) -> None:
         self.total_tokens, self.capacity, self.max_seqlen_bound = checked_sizes(
@@ -156,28 +177,28 @@ class PackedCollator:
                 "extra must map names of columns to their padding values, got "
                 f"{self.extra!r:.80}; pass a dict."
             )
+        if not isinstance(self.model, RopeIndex | None):
+            self.model = RopeIndex.of(self.model)  # loader workers need no weights
         for name in self.extra:
-            if name in (*KNOWN, *BOUNDARIES, *LOSS_MASKS):
+            if name in (*KNOWN, *BOUNDARIES, *LOSS_MASKS, *TOKEN_TYPES, *IMAGES):
                 raise ValueError(
                     f"extra must name columns unknown to the collator, got {name!r}; remove it."
                 )
 
     def __call__(self, features: Any) -> dict[str, Any]:
         """Collate documents into one batch; see the class."""
-        documents = [
-            document
-            for feature in features_of(features)
-            for row in rows_of(feature, self.extra)
-            for document in self._documents(row)
-        ]
+        rows = [row for feature in features_of(features) for row in rows_of(feature, self.extra)]
+        documents = [document for row in rows for document in self._documents(row)]
         if not documents:
             raise ValueError("features must contain at least one document; the list is empty.")
         layout = self._layout([len(document["input_ids"]) for document in documents])
         self._mask_first_labels(documents)
         fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, **self.extra}
+        fills |= {name: 0 for name in TOKEN_TYPES if any(name in each for each in documents)}
         batch: dict[str, Any] = {}
         for name, fill in fills.items():
-            values = np.concatenate([document[name] for document in documents])
+            zeros = (np.zeros_like(document["input_ids"]) for document in documents)
+            values = np.concatenate([d.get(name, x) for d, x in zip(documents, zeros, strict=True)])
             kind = np.result_type(values.dtype, np.asarray(fill).dtype)
             row = np.full(layout.total_tokens, fill, kind)
             row[: values.size] = values
@@ -185,8 +206,17 @@ class PackedCollator:
         # A position embedding table may have only max_seqlen_bound entries.
         positions = layout.position_ids()[None] % layout.max_seqlen_bound
         batch["position_ids"] = positions + self.position_ids_start
+        images = joined_images(rows)
         if is_dispatched():
+            if images:
+                raise ValueError(
+                    f"batches of images cannot be loaded in one process for all ranks, got "
+                    f"{', '.join(images)}; pass {DISPATCH_NOTHING}."
+                )
             return batch  # the model finds the documents by position_ids
+        batch |= images
+        if any(name in images for name in GRIDS):
+            self._place_images(batch, layout)
         batch["use_cache"] = False
         if self.boundaries == "packed_layout":
             return batch | {"packed_layout": layout}
@@ -197,6 +227,20 @@ class PackedCollator:
             "max_length_q": longest,
             "max_length_k": longest,
         }
+
+    def _place_images(self, batch: dict[str, Any], layout: PackedLayout) -> None:
+        """Set position_ids of 4 rows, or none, so that the model makes them."""
+        if (types := batch.get("mm_token_type_ids")) is None:
+            raise ValueError(
+                "features with images must have mm_token_type_ids, got none; call the processor "
+                "with return_mm_token_type_ids=True."
+            )
+        in_document = batch.pop("position_ids")
+        if self.model is not None:
+            documents = torch.arange(sum(layout.lengths or ())).split(list(layout.lengths or ()))
+            tokens = batch["input_ids"][0]
+            rope, _ = rope_positions(self.model, tokens, types[0], documents, batch)
+            batch["position_ids"] = torch.cat([in_document, rope])[:, None]
 
     def check_dispatched(self) -> None:
         """Raise unless rows of several processes can be joined."""
@@ -246,10 +290,11 @@ class PackedCollator:
         """Yield the documents of one row, without padding; labels default to the input_ids."""
         check_row(row, self.extra)
         tokens = row["input_ids"]
-        columns = {name: row[name] for name in ("labels", "input_ids", *self.extra) if name in row}
+        names = ("labels", "input_ids", *TOKEN_TYPES, *self.extra)
+        columns = {name: row[name] for name in names if name in row}
         if "labels" in row:
             columns[_GIVEN] = row["labels"]
-        columns = {"labels": tokens, **columns}
+        columns = {"labels": text_alone(row), **columns}
         for name in LOSS_MASKS:
             if name in row:
                 columns["labels"] = np.where(row[name] != 0, columns["labels"], IGNORE_INDEX)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexvarlen.layout.labels import IGNORE_INDEX, why_not_labels
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.packing.images import IMAGES, TOKEN_TYPES, has_images
 
 KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "seq_idx")
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "packed_layout")
@@ -61,7 +62,7 @@ def check_columns(feature: Mapping[str, Any], extra: Iterable[str]) -> None:
             f"features must have input_ids, got {', '.join(map(str, feature)) or 'no columns'}; "
             "tokenize the dataset."
         )
-    names = (*KNOWN, *BOUNDARIES, *LOSS_MASKS, *extra)
+    names = (*KNOWN, *BOUNDARIES, *LOSS_MASKS, *TOKEN_TYPES, *IMAGES, *extra)
     for name, values in feature.items():
         if name in names or name in _NO_COLUMNS or values is None:
             continue
@@ -119,16 +120,22 @@ def rows_of(feature: Any, extra: Iterable[str]) -> Iterator[dict[str, NDArray[An
             f"{', '.join(arrays)}; make the collator that built the row return the boundaries "
             "(return_position_ids=True), or pass one document's tokens as [T]."
         )
+    if len(tokens) > 1 and has_images(arrays):
+        raise ValueError(
+            f"input_ids must be one document where it has images, got {len(tokens)} rows, of which "
+            "nothing says whose the images are; call the processor for each document."
+        )
+    whole = (*BOUNDARIES, *IMAGES)
     for name, values in arrays.items():
         rows = values.shape[0] if values.ndim else 0
         shared = name == "position_ids" and rows == 1
-        if name not in BOUNDARIES and rows != len(tokens) and not shared:
+        if name not in whole and rows != len(tokens) and not shared:
             raise ValueError(
                 f"{name} must have a row for each of {len(tokens)}, got {rows}; fix that column."
             )
     for index in range(len(tokens)):
         yield {
-            name: values if name in BOUNDARIES else values[index if len(values) > 1 else 0]
+            name: values if name in whole else values[index if len(values) > 1 else 0]
             for name, values in arrays.items()
         }
 
@@ -230,6 +237,8 @@ def check_row(row: Mapping[str, NDArray[Any]], extra: Iterable[str]) -> None:
         if name not in row:
             raise ValueError(f"features must have {name}, got {', '.join(row)}; add the column.")
     for name, values in row.items():
+        if name in IMAGES:
+            continue
         if values.size and values.dtype.kind not in "iub" and name not in extra:
             raise ValueError(f"{name} must be integers, got {values.dtype}; convert the column.")
         if name not in ("seq_lengths", *BOUNDARIES):

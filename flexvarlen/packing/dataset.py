@@ -16,9 +16,9 @@ from flexvarlen.packing.columns import differ
 from flexvarlen.packing.examples import (
     Columns,
     Long,
+    RowLimits,
     blocks,
     check_options,
-    cut_long,
     labelled_spans,
     piece_of,
     read_example,
@@ -45,11 +45,12 @@ class PackedDataset(Dataset[list[Columns]]):
     Args:
         dataset: the examples: a `datasets.Dataset`, a list, or any other sequence. Each is a
             mapping with `input_ids` and optionally `labels`, `attention_mask`, `completion_mask`,
-            `assistant_masks`, `position_ids`, `seq_idx`; or token ids alone.
+            `assistant_masks`, `position_ids`, `seq_idx`, columns of images from a
+            processor; or token ids alone.
         tokens: number of tokens in a row, at least 1.
         long: what happens to an example of more than `tokens` tokens: "split": it is cut into
             pieces, each a document; "truncate": its first `tokens` are kept; "drop": it is removed.
-            All columns are cut alike.
+            All columns are cut alike; one with images must be whole, or dropped.
         strategy: as in `pack`.
         seed: random seed, combined with the epoch; at least 0. None: in each epoch, rows and
             documents have the order that `pack` gives; for "in_order", the order of the dataset.
@@ -61,9 +62,11 @@ class PackedDataset(Dataset[list[Columns]]):
             same for all rows of a step, so that no rank waits for another. The loader must not
             shuffle them: in Trainer, set `train_sampling_strategy="sequential"`. None: rows keep
             their order.
+        max_patches: the most rows of `pixel_values` and `pixel_values_videos` in a row: patches in
+            Qwen's models, images or their tiles in others. None: any number.
 
     Attributes:
-        num_long: number of examples longer than `tokens`.
+        num_long: number of examples longer than `tokens`, or of more than `max_patches`.
         num_dropped: number of examples, or pieces of them, dropped because they give no loss: they
             are empty, have all labels masked, or have one token that nothing predicts.
         row_lengths: the lengths of each row's documents, in the order of this epoch.
@@ -96,8 +99,9 @@ class PackedDataset(Dataset[list[Columns]]):
         extra: Collection[str] = (),
         next_token_labels: bool | None = None,
         rows_per_step: int | None = None,
+        max_patches: int | None = None,
     ) -> None:
-        self.tokens = require_int_at_least("tokens", tokens, 1)
+        self.limits = RowLimits.of(tokens, max_patches, long)
         self.seed = None if seed is None else require_int_at_least("seed", seed, 0)
         if rows_per_step is not None:
             rows_per_step = require_int_at_least("rows_per_step", rows_per_step, 1)
@@ -107,13 +111,13 @@ class PackedDataset(Dataset[list[Columns]]):
                     "which rows are shuffled."
                 )
         self.rows_per_step = rows_per_step
-        pack([], self.tokens, strategy=strategy)  # validates the strategy
-        check_options(long, extra, next_token_labels)
+        pack([], self.limits.tokens, strategy=strategy)  # validates the strategy
+        check_options(extra, next_token_labels)
         require_sequence(dataset)
-        self.dataset, self.long, self.extra = dataset, long, tuple(extra)
+        self.dataset, self.extra = dataset, tuple(extra)
         self.next_token_labels = next_token_labels
         self.num_long = self.num_dropped = 0
-        self._examples, self._starts, self._stops = self._pieces()
+        self._examples, self._starts, self._stops, self._parts = self._pieces()
         self._plan, self._ends = self._planned(strategy)
         # An epoch, the pieces of its rows, and the order of the rows.
         self._drawn: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -145,6 +149,11 @@ class PackedDataset(Dataset[list[Columns]]):
         self._epoch.fill_(require_int_at_least("epoch", epoch, 0))
 
     @property
+    def tokens(self) -> int:
+        """Number of tokens in a row."""
+        return self.limits.tokens
+
+    @property
     def row_lengths(self) -> list[list[int]]:
         """The lengths of the documents of each row."""
         lengths = (self._stops - self._starts)[self._plan].tolist()
@@ -153,7 +162,7 @@ class PackedDataset(Dataset[list[Columns]]):
 
     def _planned(self, strategy: Strategy) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The pieces of all rows, one row after the other, and the boundaries of the rows."""
-        rows = pack(self._stops - self._starts, self.tokens, strategy=strategy)
+        rows = pack(self._parts, self.limits.tokens, strategy=strategy)
         if self.seed is not None:
             np.random.default_rng(self.seed).shuffle(rows)
         ends = np.cumsum([0, *map(len, rows)])
@@ -168,13 +177,13 @@ class PackedDataset(Dataset[list[Columns]]):
         return self._drawn[1:]
 
     def _swapped(self, epoch: int) -> NDArray[np.int64]:
-        """The plan with pieces of equal length swapped."""
+        """The plan with pieces swapped that have equal lengths, and equal parts of rows."""
         if self.seed is None:
             return self._plan
-        lengths = self._stops - self._starts
-        keys = np.random.default_rng([self.seed, epoch]).random(lengths.size)
-        swapped = np.empty(lengths.size, np.int64)
-        swapped[np.argsort(lengths, kind="stable")] = np.lexsort((keys, lengths))
+        equal = self._stops - self._starts, self._parts
+        keys = np.random.default_rng([self.seed, epoch]).random(self._parts.size)
+        swapped = np.empty(self._parts.size, np.int64)
+        swapped[np.lexsort(equal)] = np.lexsort((keys, *equal))
         return swapped[self._plan]
 
     def _ordered(self, epoch: int) -> NDArray[np.int64]:
@@ -194,28 +203,28 @@ class PackedDataset(Dataset[list[Columns]]):
         row = read_example(self.dataset, int(self._examples[piece]), self.extra)
         return piece_of(row, start, stop, bool(self.next_token_labels))
 
-    def _pieces(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
-        """Examples, starts and stops of the pieces that give a loss."""
+    def _pieces(self) -> tuple[NDArray[Any], ...]:
+        """Examples, starts, stops and parts of rows of the pieces that give a loss."""
         found, given, differs = [], False, False
-        for begin, lengths, columns in blocks(self.dataset, self.extra):
-            self.num_long += int((lengths > self.tokens).sum())
+        for begin, lengths, patches, columns in blocks(self.dataset, self.extra):
+            cut = self.limits.cut(lengths, patches, "dataset[{}]", begin)
+            self.num_long += cut.num_long
             self.num_dropped += int((lengths == 0).sum())
-            examples, starts, stops = cut_long(lengths, self.tokens, self.long)
             labels = columns.get("labels")
             given |= labels is not None
             differs |= labels is not None and differ(labels, columns["input_ids"])
-            first, last = labelled_spans(columns, lengths, examples, starts, stops)
-            span = starts.astype(np.int32), stops.astype(np.int32)
-            found.append((examples + begin, *span, last > first, last >= first))
+            first, last = labelled_spans(columns, lengths, cut)
+            spans = (x.astype(np.int32) for x in (cut.starts, cut.stops, cut.parts))
+            found.append((cut.examples + begin, *spans, last > first, last >= first))
         if self.next_token_labels is None or not given:  # the collator makes next-token labels
             self.next_token_labels = not (given and differs)
-        examples, starts, stops, later, any_at_all = map(np.concatenate, zip(*found, strict=True))
+        *pieces, later, any_at_all = map(np.concatenate, zip(*found, strict=True))
         kept = later if self.next_token_labels else any_at_all
         self.num_dropped += int((~kept).sum())
         if not kept.any():
             raise ValueError(
                 f"dataset must contain a document with labels that are not -100, got "
                 f"{len(self.dataset)} examples without; check their labels and masks, and tokens="
-                f"{self.tokens}, long={self.long!r}."
+                f"{self.limits.tokens}, long={self.limits.long!r}."
             )
-        return examples[kept], starts[kept], stops[kept]
+        return tuple(piece[kept] for piece in pieces)

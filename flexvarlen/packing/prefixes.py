@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from flexvarlen.layout.labels import IGNORE_INDEX, why_not_labels
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.packing.collator import pad_token_id_of
+from flexvarlen.packing.images import RopeIndex
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING, is_dispatched
+from flexvarlen.packing.tree_images import SAMPLE_COLUMNS, TreeImages, any_images
 
 Sample = Mapping[str, Any] | Sequence[int] | Tensor
 _IDS = "tokenize it, and pass token ids"
@@ -35,6 +37,8 @@ class SharedPrefixes:
         layout: the trees.
         paths: for each sample, in the caller's order, the indices of its tokens in the row,
             int64 `[L]`.
+        images: what the model gets of images: `pixel_values` and similar, `mm_token_type_ids`
+            int64 `[1, T]`, position_ids int64 `[4, 1, T]`.
     """
 
     input_ids: Tensor
@@ -43,6 +47,7 @@ class SharedPrefixes:
     label_counts: Tensor
     layout: PackedLayout
     paths: tuple[Tensor, ...]
+    images: Mapping[str, Tensor] = field(default_factory=dict)
 
     def batch(self) -> dict[str, Any]:
         """The keyword arguments of a patched model, whose loss is then `tree_loss`."""
@@ -52,6 +57,7 @@ class SharedPrefixes:
             "sample_counts": self.sample_counts,
             "label_counts": self.label_counts,
             "packed_layout": self.layout,
+            **self.images,
         }
 
     def unfold(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -104,6 +110,7 @@ def share_prefixes(
     max_seqlen_bound: int | None = None,
     max_depth: int | None = None,
     min_tokens: int = 1,
+    model: Any = None,
 ) -> SharedPrefixes:
     """Lay samples out as trees, so that prefixes they share are computed once.
 
@@ -111,11 +118,13 @@ def share_prefixes(
     agree; -100 agrees with every label, so that a token may have a label in only some of its
     samples. Branches begin at the first token that differs, or, where several branches have labels
     there, one token before it. Equal samples share everything, and a sample that others continue is
-    the beginning of one of them. A label that is not its own token counts as a difference.
+    the beginning of one of them. A label that is not its own token counts as a difference, and so
+    does another image: the vision tower computes one that samples share once.
 
     Args:
         samples: token ids, or mappings with `input_ids` and optionally `labels`, aligned with the
-            input_ids as in transformers, not shifted; -100 is ignored by the loss.
+            input_ids as in transformers, not shifted; -100 is ignored by the loss. Those of Qwen-VL
+            models may have the columns of images of a processor, and `mm_token_type_ids`.
         total_tokens: T; default: the tokens of the trees. The rest is padding.
         pad_token_id: token id for padding, which no sample sees; None: 0.
         device: where the tensors go.
@@ -123,6 +132,7 @@ def share_prefixes(
         max_depth: maximum number of segments on a path; below, samples share nothing. Default:
             no bound.
         min_tokens: minimum length of a shared segment; a shorter one is repeated in each branch.
+        model: the model, where samples have images; it gives their tokens' positions.
 
     Raises:
         ValueError: there are no samples, one has no tokens or another number of labels than of
@@ -145,7 +155,9 @@ def share_prefixes(
     min_tokens, max_depth = _checked(min_tokens, max_depth)
     pad_token_id = pad_token_id_of(None, pad_token_id)
     rows, is_label = zip(*map(_with_labels, range(len(samples)), samples), strict=True)
-    tree = PrefixTree(rows, is_label, max_depth=max_depth, min_tokens=min_tokens)
+    images = TreeImages(samples, [row[:, 0] for row in rows]) if any_images(samples) else None
+    compared = rows if images is None else images.compared_with(rows)
+    tree = PrefixTree(compared, is_label, max_depth=max_depth, min_tokens=min_tokens)
     layout = PackedLayout.from_tree(
         tree.lengths,
         tree.parents,
@@ -165,16 +177,19 @@ def share_prefixes(
     counts = (np.bincount(x, minlength=total) for x in (index, predicting))
     row_4T = torch.from_numpy(np.stack([ids, shift_labels, *counts])).to(device)
     ids_1T, labels_1T, sample_counts, label_counts = row_4T.split(1)
-    return SharedPrefixes(ids_1T, labels_1T, sample_counts, label_counts, layout, paths)
+    columns = {} if images is None else images.row(tree, layout, model)
+    columns = {name: x.to(device) for name, x in columns.items()}
+    return SharedPrefixes(ids_1T, labels_1T, sample_counts, label_counts, layout, paths, columns)
 
 
 def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Tokens and labels (the token at -100), int64 `[L, 2]`; which are labels, bool `[L]`."""
     given = sample if isinstance(sample, Mapping) else {"input_ids": sample}
-    others = [name for name in given if name not in ("input_ids", "labels")]
+    known = ("input_ids", "labels", *SAMPLE_COLUMNS)
+    others = [name for name in given if name not in known]
     if others or "input_ids" not in given:
         raise ValueError(
-            "a sample may only have the columns input_ids and labels, got "
+            "a sample may only have the columns input_ids, labels and those of Qwen's images, got "
             f"{', '.join(given)} at index {index}; set labels to -100 where a mask is 0, "
             "and drop the other columns."
         )
@@ -233,8 +248,11 @@ class TreeCollator:
     max_seqlen_bound: int | None = None
     max_depth: int | None = None
     min_tokens: int = 1
+    model: Any = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, RopeIndex | None):
+            object.__setattr__(self, "model", RopeIndex.of(self.model))
         checked_sizes(self.total_tokens, self.capacity, self.max_seqlen_bound)
         _checked(self.min_tokens, self.max_depth)
         pad_token_id_of(self.tokenizer, self.pad_token_id)

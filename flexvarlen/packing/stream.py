@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -14,13 +15,14 @@ from flexvarlen.packing.columns import differ
 from flexvarlen.packing.examples import (
     Columns,
     Long,
+    RowLimits,
     check_options,
     columns_of,
-    cut_long,
     joined,
     labelled_spans,
     piece_of,
 )
+from flexvarlen.packing.images import num_patches
 from flexvarlen.packing.pack import pack
 
 
@@ -47,9 +49,11 @@ class StreamPacker(IterableDataset[list[Columns]]):
         extra: names of additional columns, as in `PackedDataset`.
         next_token_labels: whether given labels are next-token labels; None: True for an example
             unless one of its labels differs from its token.
+        max_patches: as in `PackedDataset`.
 
     Attributes:
-        num_long: number of examples of this pass that were longer than `tokens`.
+        num_long: number of examples of this pass that were longer than `tokens`, or of more than
+            `max_patches`.
         num_dropped: number of its examples, or pieces of them, that give no loss, as in
             `PackedDataset`. Loader workers count both in their own copies.
 
@@ -74,16 +78,23 @@ class StreamPacker(IterableDataset[list[Columns]]):
         buffer: int = 8192,
         extra: Collection[str] = (),
         next_token_labels: bool | None = None,
+        max_patches: int | None = None,
     ) -> None:
         if isinstance(dataset, str | bytes | Mapping) or not isinstance(dataset, Iterable):
             raise ValueError(
                 f"dataset must be an iterable of tokenized examples, got {type(dataset).__name__}; "
                 "pass one split of an IterableDatasetDict."
             )
-        check_options(long, extra, next_token_labels)
-        self.tokens = require_int_at_least("tokens", tokens, 1)
+        check_options(extra, next_token_labels)
+        self.limits = RowLimits.of(tokens, max_patches, long)
         self.buffer = require_int_at_least("buffer", buffer, 1)
-        self.dataset, self.long, self.extra = dataset, long, tuple(extra)
+        self._settings = {
+            "tokens": self.limits.tokens,
+            "long": long,
+            "buffer": self.buffer,
+            "max_patches": max_patches,
+        }
+        self.dataset, self.extra = dataset, tuple(extra)
         self.next_token_labels = next_token_labels
         self.num_long = self.num_dropped = 0
         self._taken = self._begin = 0  # rows yielded, and rows to skip in the next pass
@@ -150,8 +161,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
                 "num_workers must be 0 to save the state of a StreamPacker, as each worker counts "
                 "its own rows; set it to 0, or let Trainer skip batches."
             )
-        settings = {"tokens": self.tokens, "long": self.long, "buffer": self.buffer}
-        return {"epoch": int(self._epoch), "rows": self._taken, **settings}
+        return {"epoch": int(self._epoch), "rows": self._taken, **self._settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next pass reads the stream from its beginning and skips the rows yielded.
@@ -159,10 +169,10 @@ class StreamPacker(IterableDataset[list[Columns]]):
         Raises:
             ValueError: the state was saved with other settings.
         """
-        for name in ("tokens", "long", "buffer"):
-            if state[name] != (expected := getattr(self, name)):
+        for name, expected in self._settings.items():
+            if (given := state.get(name)) != expected:
                 raise ValueError(
-                    f"the state's {name} must be {expected}, got {state[name]}; make the packer "
+                    f"the state's {name} must be {expected}, got {given}; make the packer "
                     f"with that {name}, or restart the stream."
                 )
         self._begin = 0
@@ -192,7 +202,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
             raise ValueError(
                 "dataset must contain documents with labels that are not -100, but the first "
                 f"{read} examples have none; check their labels and masks, and "
-                f"tokens={self.tokens}, long={self.long!r}."
+                f"tokens={self.limits.tokens}, long={self.limits.long!r}."
             )
         while waiting:
             rows, waiting = self._packed(waiting)
@@ -207,8 +217,9 @@ class StreamPacker(IterableDataset[list[Columns]]):
     def _pieces(self, example: Any, number: int) -> list[Columns]:
         """The pieces of an example that give a loss."""
         columns = columns_of(example, f"example {number} of dataset", self.extra)
-        lengths, labelling = joined([columns])
-        self.num_long += int(lengths[0] > self.tokens)
+        lengths, patches, labelling = joined([columns])
+        pieces = self.limits.cut(lengths, patches, "example {} of dataset", number)
+        self.num_long += pieces.num_long
         if not lengths[0]:
             self.num_dropped += 1
             return []
@@ -217,18 +228,19 @@ class StreamPacker(IterableDataset[list[Columns]]):
             next_token = True
         elif next_token is None:
             next_token = not differ(columns["labels"], columns["input_ids"])
-        examples, starts, stops = cut_long(lengths, self.tokens, self.long)
-        first, last = labelled_spans(labelling, lengths, examples, starts, stops)
+        first, last = labelled_spans(labelling, lengths, pieces)
         kept = last > first if next_token else last >= first
         self.num_dropped += int((~kept).sum())
-        spans = zip(starts[kept].tolist(), stops[kept].tolist(), strict=True)
+        spans = zip(pieces.starts[kept].tolist(), pieces.stops[kept].tolist(), strict=True)
         return [piece_of(columns, start, stop, next_token) for start, stop in spans]
 
     def _packed(self, waiting: list[Columns]) -> tuple[list[list[Columns]], list[Columns]]:
         """Half of the buffer's rows, the oldest document's first, and the remaining documents."""
-        lengths = [document["input_ids"].size for document in waiting]
-        rows = pack(lengths, self.tokens)
-        rows.sort(key=lambda row: (0 not in row, -sum(lengths[index] for index in row)))
+        lengths = np.array([document["input_ids"].size for document in waiting])
+        patches = np.array([num_patches(document) for document in waiting])
+        parts = self.limits.parts_of_rows(lengths, patches)
+        rows = pack(parts, self.limits.tokens)
+        rows.sort(key=lambda row: (0 not in row, -int(parts[row].sum())))
         rows = rows[: (len(rows) + 1) // 2]
         gone = {index for row in rows for index in row}
         left = [each for i, each in enumerate(waiting) if i not in gone]

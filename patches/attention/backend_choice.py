@@ -105,7 +105,7 @@ def check_machine(
             device,
             torch.bfloat16,
             needs_grad=False,
-            trees=trees,
+            trees=trees and kind.causal,  # those of a vision tower hold no trees
             deterministic=deterministic,
             batch_invariant=batch_invariant,
         )

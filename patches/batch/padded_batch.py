@@ -20,6 +20,7 @@ from flexvarlen.layout.labels import unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.layout.token_map import Padding, SharedPadding
+from flexvarlen.packing.images import IMAGES
 
 MIN_SHARED_TOKENS = 32
 """A shorter prefix is not shared: it saves less than a deeper tree costs."""
@@ -57,6 +58,9 @@ class PaddedBatch:
     def inputs_of_row(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """A base model's arguments for the packed row: each tensor `[B, S, ...]` packed."""
         row = {name: self.tokens.enter(x) for name, x in self.inputs_of_tokens(inputs).items()}
+        positions: Tensor | None = inputs.get("position_ids")
+        if positions is not None and positions.ndim == 3:  # [4, B, S]: text, time, height, width
+            row["position_ids"] = self.tokens.enter(positions.movedim(0, -1)).movedim(-1, 0)
         others = {k: x for k, x in inputs.items() if k not in row and k != "attention_mask"}
         return {**others, **row, "packed_layout": self.layout}
 
@@ -66,7 +70,10 @@ class PaddedBatch:
         return {
             name: value
             for name, value in inputs.items()
-            if isinstance(value, Tensor) and value.shape[:2] in shapes and name != "attention_mask"
+            if isinstance(value, Tensor)
+            and value.shape[:2] in shapes
+            and name != "attention_mask"
+            and name not in IMAGES
         }
 
     def inputs_of_batch(self, inputs: dict[str, Any], pad_token_id: int | None) -> dict[str, Any]:

@@ -13,16 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.packing.images import GRIDS, rope_positions
 from flexvarlen.patches.batch.given import Given
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.parts import ModelParts
-
-GRIDS = ("image_grid_thw", "video_grid_thw")
-"""The keywords that come with images and videos."""
 
 PositionMaker = Callable[[Given, PackedLayout, bool], Tensor | None]
 
@@ -162,18 +159,11 @@ def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> 
     real = layout.real_tokens().cpu()
     runs = torch.arange(layout.total_tokens, device="cpu").split([*layout.lengths, rest])
     documents = [tokens for tokens in runs if len(tokens) and real[tokens[0]]]
-    tokens_NL = pad_sequence(documents, batch_first=True, padding_value=-1).to(input_ids.device)
-    is_token_NL = tokens_NL >= 0
-    about = {name: inputs.get(name) for name in (*GRIDS, "second_per_grid_ts")}
-    rope_3NL, deltas = base.get_rope_index(
-        input_ids=input_ids.reshape(-1)[tokens_NL.clamp(min=0)],
-        mm_token_type_ids=types.reshape(-1)[tokens_NL.clamp(min=0)],
-        attention_mask=is_token_NL,
-        **{name: x for name, x in about.items() if x is not None},
+    about = (*GRIDS, "second_per_grid_ts")
+    images = {name: x.cpu() for name in about if isinstance(x := inputs.get(name), Tensor)}
+    positions, deltas = rope_positions(
+        base.get_rope_index, input_ids.flatten().cpu(), types.flatten().cpu(), documents, images
     )
-    positions = rope_3NL.new_zeros(3, layout.total_tokens)
-    positions[:, tokens_NL[is_token_NL]] = rope_3NL[:, is_token_NL]
-    if len(tokens_NL) == len(input_ids):  # one document per row, so decoding may follow
-        base.rope_deltas = deltas
-    by_row: Tensor = positions.view(3, *input_ids.shape)
-    return by_row
+    if len(documents) == len(input_ids):  # one document per row, so decoding may follow
+        base.rope_deltas = deltas.to(input_ids.device)
+    return positions.to(input_ids.device).view(3, *input_ids.shape)

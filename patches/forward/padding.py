@@ -96,7 +96,7 @@ def _find_padded_batch(given: Given) -> PaddedBatch | None:
         return None
     found: PaddedBatch | None = find_padding(
         mask,
-        inputs.get("position_ids"),
+        given.positions,
         multiple_of=_multiple_of(given),
         even_without=given.patch.share_prefixes,
     )

@@ -21,6 +21,7 @@ from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, recurrent_doc
 from flexvarlen.patches.forward.refusals import TEXT_ALONE, prepare_shared_keys, refuse_images
 from flexvarlen.patches.forward.router import weigh_tokens
 from flexvarlen.patches.forward.sequence_parallel import check_shard
+from flexvarlen.patches.forward.trees import refuse_shared_images
 from flexvarlen.patches.forward.under_head import (
     context_from_mask,
     context_into_mask,
@@ -54,7 +55,11 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
             (is_base and parts.shares_keys, prepare_shared_keys),
             (is_base and parts.drops_keywords, context_from_mask),
         ),
-        refusals=_those((text_alone, refuse_images), (over_ranks, check_shard)),
+        refusals=_those(
+            (text_alone, refuse_images),
+            (settings.share_prefixes and bool(parts.text_name), refuse_shared_images),
+            (over_ranks, check_shard),
+        ),
         batch=_those(
             (below != NO_HEAD, documents_of_head),
             (is_base and below == NO_HEAD and settings.unpad, unpad_batch),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from flexvarlen.layout.labels import LABEL_COUNTS
+from flexvarlen.packing.images import IMAGES
 from flexvarlen.patches.batch.given import Given
 from flexvarlen.patches.batch.positions import has_images
-from flexvarlen.patches.refusal import Refusal
+from flexvarlen.patches.refusal import Refusal, refuse
 from flexvarlen.patches.why_not import why_no_trees
 
 
@@ -22,8 +23,6 @@ def _other_than(name: str, wanted: bool | int) -> Refusal:
 def _unsupported(given: Given) -> str | None:
     if why := why_no_trees(given.parts, batch_invariant=given.patch.batch_invariant):
         return why
-    if has_images(given.inputs):
-        return "images"
     learns = given.parts.head.labels
     return None if learns in ("", "next token") else "a head that pools documents"
 
@@ -46,7 +45,12 @@ TREES = (
     _other_than("return_dict", True),
     _other_than("logits_to_keep", 0),
     Refusal(
-        lambda given: given.inputs.get("position_ids") is not None,
+        lambda given: has_images(given.inputs) and given.inputs.get("position_ids") is None,
+        "position_ids of 4 rows must be given with a packed_layout of trees where a batch has "
+        "images; pass the batch of fv.share_prefixes(samples, model=model).",
+    ),
+    Refusal(
+        lambda given: given.inputs.get("position_ids") is not None and not has_images(given.inputs),
         "position_ids cannot be combined with a packed_layout of trees, which defines them; remove "
         "position_ids.",
     ),
@@ -61,3 +65,22 @@ TREES = (
     ),
 )
 """What has no meaning for tokens that stand for several samples."""
+
+
+def _images(given: Given) -> str | None:
+    return next((name for name in IMAGES if given.inputs.get(name) is not None), None)
+
+
+SHARED_IMAGES = (
+    Refusal(
+        _images,
+        "share_prefixes=True is not supported for batches with images or videos, as equal ids may "
+        "stand for different images, got {got}; leave share_prefixes=True out.",
+        NotImplementedError,
+    ),
+)
+
+
+def refuse_shared_images(given: Given) -> None:
+    """Refuse images in a model that looks for prefixes that its rows share."""
+    refuse(given, SHARED_IMAGES)

@@ -20,7 +20,12 @@ from transformers import PreTrainedModel
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.random_state import RandomState
 from flexvarlen.patches.isolation.documents import documents_of, units_of
-from flexvarlen.patches.isolation.tokens import outside, special_tokens, with_other_tokens
+from flexvarlen.patches.isolation.tokens import (
+    outside,
+    special_tokens,
+    with_other_images,
+    with_other_tokens,
+)
 from flexvarlen.patches.isolation.trace import Trace, by_token, tensors_in
 from flexvarlen.upstream import required
 
@@ -154,6 +159,7 @@ class IsolationRun:
         given = {
             key: x if isinstance(x, Tensor) else copy.deepcopy(x) for key, x in self.inputs.items()
         }
+        given |= {"input_ids": ids, **with_other_images(self.inputs, tokens)}
         embeddings: list[Tensor] = []
 
         def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -167,7 +173,7 @@ class IsolationRun:
             if trace is not None:
                 stack.enter_context(trace)
             with torch.set_grad_enabled(self.gradients):
-                outputs = self._outputs(self.model(**{**given, "input_ids": ids}))
+                outputs = self._outputs(self.model(**given))
             if trace is not None:
                 trace.stop()
             gradient = self._gradient(outputs, embeddings, losses) if self.gradients else None

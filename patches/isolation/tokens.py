@@ -9,11 +9,13 @@ depth by depth in the same way.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from flexvarlen.packing.images import PIXELS, TOKEN_TYPES
 
 
 class Unit(NamedTuple):
@@ -144,6 +146,35 @@ def with_other_tokens(
             words = torch.where(kept[rows], ids_T[rows], words)
         changed[rows] = words
     return changed
+
+
+def with_other_images(inputs: Mapping[str, Any], replaced: Sequence[slice]) -> dict[str, Tensor]:
+    """The pixels of a batch, other ones where an image's tokens lie in replaced documents.
+
+    Each token of images must stand for equally many rows of the pixels, as in Qwen-VL models, or
+    each row for equally many tokens. Pixels of which this is not so are left out.
+    """
+    found: dict[str, Tensor] = {}
+    types = next((x for name in TOKEN_TYPES if (x := inputs.get(name)) is not None), None)
+    for kind, name in enumerate(PIXELS, start=1):
+        pixels = inputs.get(name)
+        if not isinstance(pixels, Tensor) or types is None:
+            continue
+        flat_T = types.reshape(-1)
+        is_replaced_T = torch.zeros_like(flat_T, dtype=torch.bool)
+        for rows in replaced:
+            is_replaced_T[rows] = True
+        of_tokens = is_replaced_T[flat_T == kind]
+        per_token, rest = divmod(len(pixels), max(len(of_tokens), 1))
+        per_row, other_rest = divmod(len(of_tokens), len(pixels))
+        if rest == 0 and len(of_tokens):
+            changes = of_tokens.repeat_interleave(per_token)
+        elif other_rest == 0 and len(of_tokens):
+            changes = of_tokens[::per_row]
+        else:
+            continue
+        found[name] = torch.where(changes.view(-1, *[1] * (pixels.ndim - 1)), 1 - pixels, pixels)
+    return found
 
 
 def special_tokens(config: Any) -> frozenset[int]:

@@ -337,6 +337,7 @@ def test_a_name_of_its_own_is_no_extra():
         ("position_ids_start", -1),
         ("extra", "weights"),
         ("next_token_labels", "yes"),
+        ("model", "qwen3_vl"),
     ],
 )
 def test_a_wrong_argument_raises_where_it_is_given(name, value):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.patches.forward import test_router_logits as router
+from tests.patches.models import images
 from tests.patches.models.contract import CASES, Text, own_labels
 from tests.tiny_models import documents, new_model, one_row
 
@@ -56,7 +57,18 @@ CAUSAL_TEXT = tuple(kind for kind in KINDS if kind not in ("encoder", "images"))
 
 
 def examples(kind: str) -> list[dict[str, Any]]:
-    """The documents, as a dataset of text has them."""
+    """The documents, as a dataset or a processor gives them; of images all tokens are learned."""
+    if kind == "images":
+        return [
+            {
+                "input_ids": x.ids,
+                "labels": x.ids,
+                "mm_token_type_ids": x.types,
+                "pixel_values": x.patches,
+                "image_grid_thw": x.grid,
+            }
+            for x in images.documents()
+        ]
     labels = own_labels() if kind == "encoder" else documents()
     pairs = zip(documents(), labels, strict=True)
     return [{"input_ids": ids.tolist(), "labels": own.tolist()} for ids, own in pairs]

@@ -42,17 +42,13 @@ def test_layers_compiled_one_by_one():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trainer(kind, tmp_path):
-    """By PackedCollator, which has no columns of images."""
-    dataset, collate = examples(kind), fv.PackedCollator(next_token_labels=kind != "encoder")
-    if kind == "images":
-        dataset, collate = [{"input_ids": [0]}] * 6, lambda _: row_of(kind)
     arguments = settings(tmp_path, max_steps=1, per_device_train_batch_size=6)
     trainer, recorder = recorded(
         Trainer,
         model=fv.patch_model(KINDS[kind].model(), "sdpa"),
         args=TrainingArguments(**arguments),
-        train_dataset=dataset,
-        data_collator=collate,
+        train_dataset=examples(kind),
+        data_collator=fv.PackedCollator(next_token_labels=kind != "encoder"),
     )
     trainer.train()
     (step,) = recorder.steps

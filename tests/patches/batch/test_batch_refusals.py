@@ -202,6 +202,8 @@ def test_what_trees_do_not_go_with_reaches_a_kernel(model):
             ("attention_mask cannot be combined with", {"attention_mask": shared["input_ids"]}),
         ]
         refuses(model, [(words, shared | change) for words, change in of_trees])
+        grid = {"image_grid_thw": torch.tensor([[1, 2, 2]])}
+        refuses(model, [("position_ids of 4 rows must be given", shared | grid)])
     assert without == set()
 
 

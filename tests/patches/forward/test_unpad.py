@@ -11,7 +11,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch._dynamo.utils import counters
-from transformers import DynamicCache, Trainer, TrainingArguments
+from transformers import DynamicCache
 
 import flexvarlen as fv
 from flexvarlen.patches.attention import packed_forward
@@ -31,7 +31,6 @@ from tests.patches.forward.padded_runs import (
     seen_tokens,
     unpadding,
 )
-from tests.sentences import refused
 from tests.tiny_models import (
     VOCABULARY,
     config_of,
@@ -353,15 +352,6 @@ def test_a_multiple_that_is_none(arguments):
     with pytest.raises(ValueError, match="unpad_to_multiple_of must be a positive number"):
         fv.patch_model(model, **arguments)
     assert not fv.is_patched(model)
-
-
-def test_images(tmp_path):
-    """In words of both interfaces, as a caller of patch_trainer has passed no unpad."""
-    model = new_model("qwen2_vl")
-    trainer = Trainer(model, TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
-    for call in (lambda: fv.patch_model(model, unpad=True), lambda: fv.patch_trainer(trainer)):
-        words = "which patch_trainer sets, .* a vision-language model, .*got Qwen2VL"
-        refused(NotImplementedError, words, r"PackedCollator, .* fv\.patch_model\(model\)", call)
 
 
 def test_auto_chooses_for_training_without_gradients_too(monkeypatch):

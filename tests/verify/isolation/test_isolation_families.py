@@ -21,11 +21,14 @@ from transformers import (
     T5Model,
 )
 
+import flexvarlen as fv
 from flexvarlen import PackedLayout
 from flexvarlen.patches.isolation.blame import kind_of, layers_of
 from flexvarlen.patches.isolation.report import IsolationError
 from flexvarlen.patches.isolation.verify import verify_isolation
 from tests import forms
+from tests.patches.forward.test_trees_of_images import SAMPLES
+from tests.patches.models import images
 from tests.tiny_models import VOCABULARY, config_of, new_model
 
 LENGTHS = (5, 11, 1, 8, 7)
@@ -178,3 +181,18 @@ def test_list_of_plain_projections_is_no_list_of_layers():
 )
 def test_kinds_of_modules(name, path, kind):
     assert kind_of(model_of(name).get_submodule(path), path) == kind
+
+
+@pytest.mark.parametrize("family", images.KINDS)
+def test_images_are_replaced_too(family):
+    """Images that reach other documents by the vision tower alone, whose tokens stay."""
+    model = fv.patch_model(new_model(family), "sdpa")
+    batch = {**images.inputs_of(images.documents()), "position_ids": images.four_rows(family)}
+    trees = fv.share_prefixes(SAMPLES, model=model).batch()
+    assert verify_isolation(model, batch).documents == tuple(range(len(images.TEXT)))
+    verify_isolation(model, trees)
+    hook = model.model.visual.merger.register_forward_hook(lambda _, __, x: x + x.mean(0))
+    for given in (batch, trees):
+        with pytest.raises(IsolationError, match="leaks into"):
+            verify_isolation(model, given)
+    hook.remove()

@@ -1,0 +1,222 @@
+"""Documents with images: collated into a row, and packed into rows with two limits."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import flexvarlen as fv
+from flexvarlen.packing import loader_pass
+from tests.packing.test_pieces import of_arrow, of_list, of_tensors, of_transform
+from tests.patches.models import images
+from tests.tiny_models import new_model
+
+PACKERS = (fv.PackedDataset, fv.StreamPacker)
+
+
+def feature(document, kind=torch.Tensor):
+    """What a processor returns for a document, with a row dimension or as lists."""
+    given = {"input_ids": document.ids, "mm_token_type_ids": document.types}
+    given["attention_mask"] = torch.ones_like(document.ids)
+    if kind is torch.Tensor:
+        given = {name: x[None] for name, x in given.items()}
+    if len(document.grid):
+        given |= {"pixel_values": document.patches, "image_grid_thw": document.grid}
+    return given if kind is torch.Tensor else {name: kind(x) for name, x in given.items()}
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.Tensor.tolist, torch.Tensor.numpy])
+@pytest.mark.parametrize("family", images.KINDS)
+def test_a_row_is_what_one_packs_by_hand(family, kind):
+    total = sum(images.LENGTHS)
+    model = fv.patch_model(new_model(family), "sdpa")
+    collate = fv.PackedCollator(total_tokens=total + 5, model=model, capacity=len(images.LENGTHS))
+    batch = collate([feature(x, kind) for x in images.documents()])
+    expected = images.inputs_of(images.documents())
+    assert torch.equal(batch["position_ids"][..., :total], images.four_rows(family))
+    assert torch.equal(batch["image_grid_thw"], expected["image_grid_thw"])
+    torch.testing.assert_close(batch["pixel_values"], expected["pixel_values"])
+    assert torch.equal(batch["mm_token_type_ids"][0, :total], expected["mm_token_type_ids"][0])
+    assert not batch["mm_token_type_ids"][0, total:].any()
+    is_image = batch["mm_token_type_ids"] != 0
+    assert (batch["labels"][is_image] == -100).all()
+    assert (batch["labels"][~is_image] != -100).sum() == total - is_image.sum() - 5  # first tokens
+    with torch.no_grad():
+        logits = model(**batch).logits[:, :total]
+        by_hand = model(**expected, position_ids=images.four_rows(family)).logits
+        batch = fv.PackedCollator()([feature(x, kind) for x in images.documents()])
+        assert "position_ids" not in batch
+        made_by_the_model = model(**batch).logits[:, :total]
+    torch.testing.assert_close(logits, by_hand)
+    torch.testing.assert_close(made_by_the_model, by_hand)
+
+
+def test_images_of_another_document_change_the_logits():
+    model, (first, _, third, *_) = fv.patch_model(new_model("qwen3_vl")), images.documents()
+    documents = [feature(first), feature(third)]
+    with torch.no_grad():
+        before = model(**fv.PackedCollator()(documents)).logits
+        documents[0]["pixel_values"] = documents[0]["pixel_values"].flip(0)
+        after = model(**fv.PackedCollator()(documents)).logits
+    length = len(first.ids)
+    assert not torch.equal(before[:, :length], after[:, :length])
+    torch.testing.assert_close(before[:, length : length + 11], after[:, length : length + 11])
+
+
+def test_a_text_row_of_a_processor_has_positions_of_its_own():
+    text = feature(images.documents()[1])
+    batch = fv.PackedCollator(model=new_model("qwen3_vl"))([text, text])
+    assert batch["position_ids"].ndim == 2
+    assert "pixel_values" not in batch
+
+
+def test_images_of_several_sizes_are_padded_with_zeros():
+    """As Pixtral's processor pads those of one call."""
+    one, two = np.ones((1, 3, 4, 6), np.float64), np.ones((2, 3, 8, 2), np.float64)
+    given = [{"input_ids": [5, 6], "pixel_values": x, "image_sizes": [[4, 6]]} for x in (one, two)]
+    batch = fv.PackedCollator()([{"input_ids": [1, 2]}, *given])
+    assert batch["pixel_values"].shape == (3, 3, 8, 6)
+    assert batch["pixel_values"].dtype == torch.float32
+    assert batch["pixel_values"].sum() == one.sum() + two.sum()
+    assert batch["pixel_values"][0, :, :4].all()
+    assert batch["pixel_values"][1:, ..., :2].all()
+    assert batch["image_sizes"].tolist() == [[4, 6], [4, 6]]
+    assert batch["position_ids"].ndim == 2
+
+
+def test_two_sentences_are_no_image():
+    document = {"input_ids": [5, 6, 7], "token_type_ids": [0, 1, 1]}
+    batch = fv.PackedCollator(total_tokens=4)([document])
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100]]
+    assert batch["token_type_ids"].tolist() == [[0, 1, 1, 0]]
+    batch = fv.PackedCollator()([document | {"pixel_values": np.ones((1, 3, 2, 2))}])
+    assert batch["labels"].tolist()[0][:3] == [-100, -100, -100]
+
+
+def test_a_loader_worker_gets_no_weights():
+    model = new_model("qwen2_5_vl")
+    collate = fv.PackedCollator(model=model)
+    parameters = sum(x.numel() for x in model.parameters())
+    assert len(pickle.dumps(collate)) < 20_000 < parameters
+    again = pickle.loads(pickle.dumps(collate))
+    features = [feature(x) for x in images.documents()]
+    assert torch.equal(again(features)["position_ids"], collate(features)["position_ids"])
+
+
+IMAGE = {"input_ids": [1, 2], "pixel_values": np.ones((4, 2)), "image_grid_thw": [[1, 2, 2]]}
+TYPES = {"mm_token_type_ids": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("words", "features"),
+    [
+        ("features with images must have mm_token_type_ids", [IMAGE]),
+        (
+            "input_ids must be one document where it has images, got 2 rows",
+            {**IMAGE, "input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [1, 1]]},
+        ),
+        ("mm_token_type_ids must have a value for each", IMAGE | {"mm_token_type_ids": [1]}),
+        (
+            "pixel_values must have the same number of dimensions",
+            [IMAGE | TYPES, IMAGE | TYPES | {"pixel_values": np.ones((4, 2, 2))}],
+        ),
+    ],
+)
+def test_mistakes_are_sentences(words, features):
+    with pytest.raises(ValueError, match=words):
+        fv.PackedCollator()(features)
+
+
+def test_one_process_does_not_load_images_for_all(monkeypatch):
+    monkeypatch.setattr("flexvarlen.packing.collator.is_dispatched", lambda: True)
+    with pytest.raises(ValueError, match="cannot be loaded in one process") as raised:
+        fv.PackedCollator()([IMAGE | TYPES])
+    assert loader_pass.DISPATCH_NOTHING in str(raised.value)
+
+
+# ---- rows ----
+
+SIZES = ((30, 8), (12, 0), (20, 16), (9, 16), (50, 24), (7, 0), (30, 12), (12, 0), (30, 8))
+
+
+def example(number, tokens, patches):
+    """Patches tell whose they are."""
+    given = {"input_ids": [100 * number + i for i in range(tokens)]}
+    given["mm_token_type_ids"] = [int(0 < i <= patches // 4) for i in range(tokens)]
+    given["pixel_values"] = [[float(number)] * 3] * patches or None
+    given["image_grid_thw"] = [[1, 2, patches // 2]] if patches else None
+    return given
+
+
+EXAMPLES = [example(i, *size) for i, size in enumerate(SIZES)]
+
+
+def check(rows, max_patches):
+    """Each document once, with its own patches, and no row beyond a limit."""
+    found = []
+    for row in rows:
+        assert sum(x["input_ids"].size for x in row) <= 64
+        patches = sum(len(x.get("pixel_values", ())) for x in row)
+        assert patches <= (max_patches or 1000)
+        for document in row:
+            number = int(document["input_ids"][0]) // 100
+            found.append(number)
+            tokens, patches = SIZES[number]
+            own = np.asarray(document.get("pixel_values", np.ones((0, 3))))
+            assert document["input_ids"].size == tokens
+            assert (own == number).all()
+            assert len(own) == patches
+    assert sorted(found) == list(range(len(SIZES)))
+    return len(rows)
+
+
+@pytest.mark.parametrize("source", [of_list, of_arrow, of_tensors, of_transform])
+@pytest.mark.parametrize("max_patches", [None, 24])
+def test_rows_hold_each_document_with_its_images(source, max_patches):
+    rows = fv.PackedDataset(source(EXAMPLES), 64, max_patches=max_patches)
+    lengths = rows.row_lengths
+    for epoch in (0, 1, 2):
+        rows.set_epoch(epoch)
+        check(list(rows), max_patches)
+        assert [[x["input_ids"].size for x in row] for row in rows] == lengths
+    assert rows.num_long == rows.num_dropped == 0
+
+
+def test_the_second_limit_takes_rows():
+    packed = [fv.PackedDataset(EXAMPLES, 64, max_patches=most) for most in (None, 24)]
+    fewer, more = (check(list(rows), most) for rows, most in zip(packed, (None, 24), strict=True))
+    assert fewer < more
+    assert fewer == len(fv.pack([tokens for tokens, _ in SIZES], 64))
+
+
+@pytest.mark.parametrize("max_patches", [None, 24])
+def test_a_stream(max_patches):
+    check(list(fv.StreamPacker(EXAMPLES, 64, buffer=4, max_patches=max_patches)), max_patches)
+
+
+def test_a_state_of_another_limit_is_refused():
+    state = fv.StreamPacker(EXAMPLES, 64, max_patches=24).state_dict()
+    with pytest.raises(ValueError, match="the state's max_patches must be 30, got 24"):
+        fv.StreamPacker(EXAMPLES, 64, max_patches=30).load_state_dict(state)
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize("limits", [{"tokens": 45}, {"tokens": 64, "max_patches": 20}])
+@pytest.mark.parametrize("long", ["split", "truncate"])
+def test_images_are_never_cut(packer, limits, long):
+    with pytest.raises(ValueError, match=r"4\]? .*must fit into a row.* got 50 tokens and 24 pat"):
+        list(packer(EXAMPLES, long=long, **limits))
+    texts = [EXAMPLES[1], {"input_ids": list(range(100))}]
+    assert list(packer(texts, long=long, **limits))
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize("limits", [{"tokens": 45}, {"tokens": 64, "max_patches": 20}])
+def test_images_that_are_too_large_are_dropped(packer, limits):
+    rows = packer(EXAMPLES, long="drop", **limits)
+    kept = {int(x["input_ids"][0]) // 100 for row in rows for x in row}
+    assert kept == set(range(len(SIZES))) - {4}
+    assert rows.num_long == 1
