@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from flexvarlen.packing import conversation_samples, tokenize_chat
+from flexvarlen.packing import PackedCollator, conversation_samples, tokenize_chat
 from tests.packing.chat_processors import (
     KINDS,
     TEMPLATE,
@@ -327,6 +327,19 @@ def test_a_processor_that_does_not_say_where_images_are(processor, monkeypatch):
     monkeypatch.setattr(type(processor), "__call__", without_offsets)
     with pytest.raises(NotImplementedError, match="does not tell where it expands images"):
         tokenize_chat(CHAT, processor)
+
+
+@pytest.mark.parametrize("processor", KINDS, indirect=True)
+def test_documents_are_collated_with_others(processor):
+    (images,), (plain,) = tokenize_chat(CHAT, processor), tokenize_chat(PLAIN, processor)
+    batch = PackedCollator(processor)([plain, images, plain])
+    assert batch["input_ids"][0].tolist() == [
+        token for document in (plain, images, plain) for token in document["input_ids"]
+    ]
+    labels = batch["labels"][0]
+    found = processor.decode(labels[labels != -100].tolist())
+    assert found == "".join(learned(document, processor) for document in (plain, images, plain))
+    assert torch.equal(batch["pixel_values"], images["pixel_values"])
 
 
 @WITH_TORCHVISION
