@@ -64,7 +64,7 @@ def load_model(name: str, lora: int) -> Any:
 
 def main(
     model: Annotated[str, typer.Option(help="A folder or a hub name.")],
-    data: Annotated[Path, typer.Option(help="A JSON-lines file.", exists=True, dir_okay=False)],
+    data: Annotated[Path, typer.Option(help="A JSON-lines file.")],
     lora: Annotated[int, typer.Option(help="Rank of LoRA.")] = 16,
     tokens: Annotated[int, typer.Option(help="Of a row; a longer chat is left out.")] = 8192,
     patches: Annotated[int | None, typer.Option(help="Of images in a row, at most.")] = None,
@@ -76,6 +76,8 @@ def main(
     out: Path = Path("image_chat"),
 ) -> None:
     """Train on the answers of chats with images."""
+    if not data.is_file():
+        raise typer.BadParameter(f"--data must be a file, got {data}")
     arguments = transformers.TrainingArguments(
         str(out),
         per_device_train_batch_size=1,  # a packed row

@@ -46,7 +46,7 @@ def _take(part: Any, turn: int) -> tuple[Any, Media | None]:
     """A part of a message without its data, and the data of an image or video."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "image_url":  # OpenAI's form
-        kind, url = "image", part["image_url"]
+        kind, url = "image", part.get("image_url")
         part = {"type": kind, "url": url.get("url") if isinstance(url, Mapping) else url}
     if kind in ("audio", "input_audio"):
         raise NotImplementedError(f"message {turn} has audio, which cannot be packed; remove it.")
