@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from flexvarlen.patches.models.families import BY_TYPE, TEXT_TOWERS
+from flexvarlen.patches.models.families import BY_TYPE, TEXT_AND_TOWER, TEXT_TOWERS
 from flexvarlen.patches.models.layers import (
     attention_layers,
     attention_modules,
@@ -52,7 +52,7 @@ class Interface(NamedTuple):
 
 
 _IMAGES = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
-_TOWERS = {*_IMAGES, "gemma3", "gemma4", "mistral3"}
+_TOWERS = {*_IMAGES, "gemma3", "gemma4", *TEXT_AND_TOWER}
 _TEXT = {*BY_TYPE, *TEXT_TOWERS} - _TOWERS
 _ABSOLUTE = {"bert", "roberta"}
 _ATTENTION = _TEXT - {"mamba2"}
@@ -78,7 +78,8 @@ _ROUTERS = {
 NEEDS = (
     # towers, in which all others are looked up
     Need("whole.text_config", "the layers of the text tower", _TOWERS),
-    Need("base.language_model", "the layers of the text tower", _TOWERS),
+    Need("base.language_model", "the layers of the text tower", _TOWERS - {"smolvlm"}),
+    Need("base.text_model", "the layers of the text tower", {"smolvlm"}),
     # the keywords of a forward; one by another name would pass through, unread
     Need("tower.forward.inputs_embeds", "packed embeddings", _TEXT),
     Need("tower.forward.attention_mask", "padding", _TEXT),
@@ -139,12 +140,11 @@ NEEDS = (
         Need(f"base.forward.{name}", "positions in images", _IMAGES)
         for name in ("image_grid_thw", "video_grid_thw", "mm_token_type_ids")
     ),
-    Need("base.forward.pixel_values", "refusing images", {"gemma3", "gemma4", "mistral3"}),
-    Need("base.forward.token_type_ids", "refusing images", {"gemma3"}),
-    *(
-        Need(f"base.forward.{name}", "refusing images and sound", {"gemma4"})
-        for name in ("pixel_values_videos", "input_features", "mm_token_type_ids")
-    ),
+    Need("base.forward.pixel_values", "images before the text tower", TEXT_AND_TOWER),
+    Need("base.forward.pixel_values", "images before the text tower", {"gemma3", "gemma4"}),
+    Need("base.forward.token_type_ids", "tokens of one image", {"gemma3"}),
+    Need("base.forward.mm_token_type_ids", "tokens of one image", {"gemma4"}),
+    Need("base.forward.input_features", "refusing sound", {"gemma4"}),
 )
 
 _OUTPUTS = "transformers.modeling_outputs"

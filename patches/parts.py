@@ -158,7 +158,7 @@ def _pipeline_stages(config: Any) -> int:
 def base_of(model: PreTrainedModel) -> nn.Module:
     """The model without a head."""
     base: nn.Module = model.base_model
-    holds_layers = "layers" in model._modules or "language_model" in model._modules
+    holds_layers = "layers" in model._modules or text_tower_of(model) is not model
     if base is not model or holds_layers:
         return base
     found = (part for part in model.children() if isinstance(part, PreTrainedModel))
@@ -167,8 +167,8 @@ def base_of(model: PreTrainedModel) -> nn.Module:
 
 def text_tower_of(base: nn.Module) -> nn.Module:
     """The part of a base model that processes text tokens, which may be all of it."""
-    tower = base._modules.get("language_model")
-    return base if tower is None else tower
+    named = (base._modules.get(name) for name in ("language_model", "text_model"))
+    return next((tower for tower in named if tower is not None), base)
 
 
 def _part(whole: nn.Module, name: str) -> nn.Module:

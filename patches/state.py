@@ -96,6 +96,7 @@ class Stages(NamedTuple):
         positions: (given, layout, several) -> position_ids, or None.
         targets: (given, layout, several) -> `Targets`.
         pooled_tokens: (given, layout, several) -> those that a pooler reads; None without one.
+        image_runs: (given) -> `ImageRuns` or None; None where images see as text does.
         recurrent: (text tower, patch, layout) -> `RecurrentDocuments`; None without such layers.
         keywords: by which the layers get the documents.
         head: (given, row, packed, arguments) -> None: change the arguments of a head.
@@ -109,6 +110,7 @@ class Stages(NamedTuple):
     positions: Callable[..., Any]
     targets: Callable[..., Any]
     pooled_tokens: Callable[..., Any] | None
+    image_runs: Callable[..., Any] | None
     recurrent: Callable[..., Any] | None
     keywords: tuple[str, ...]
     head: tuple[Callable[..., None], ...]

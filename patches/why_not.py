@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from flexvarlen.patches.models.heads import UNKNOWN_HEAD, heads_of
+from flexvarlen.patches.models.layers import text_config_of
 from flexvarlen.patches.models.rope import why_not_dynamic
 from flexvarlen.patches.models.verified import is_verified, why_not_by_type
 from flexvarlen.patches.parts import ModelParts
@@ -83,7 +84,21 @@ def code_of_another(
     )
 
 
-WHY_NOT_CLASS = (encoder_and_decoder, model_type, code_of_another)
+def text_model_type(
+    model_class: type[PreTrainedModel], config: Any, settings: Settings
+) -> str | None:
+    """A text model whose type is not among the verified families, below images."""
+    text = text_config_of(config)
+    if text is config or why_not_by_type(text.model_type) is None:
+        return None
+    return (
+        f"text_config of model_type {config.model_type!r} must be of a verified family, got "
+        f"{text.model_type!r}, in which packed documents could leak into one another; "
+        f"{_DOCUMENT_ALONE}"
+    )
+
+
+WHY_NOT_CLASS = (encoder_and_decoder, model_type, code_of_another, text_model_type)
 """The reasons against a class of models, in the order in which they are looked for."""
 
 
@@ -146,14 +161,12 @@ def unknown_head(parts: ModelParts, settings: Settings) -> str | None:
 
 def unpad(parts: ModelParts, settings: Settings) -> str | None:
     """Padded batches as packed rows."""
-    if not settings.unpad:
+    if not settings.unpad or settings.sequence_parallel_group is None:
         return None
-    if settings.sequence_parallel_group is not None:
-        return (
-            "unpad=True must not be used with a sequence_parallel_group, whose ranks hold shards "
-            "of packed rows; pass packed rows, or remove sequence_parallel_group."
-        )
-    return None
+    return (
+        "unpad=True must not be used with a sequence_parallel_group, whose ranks hold shards of "
+        "packed rows; pass packed rows, or remove sequence_parallel_group."
+    )
 
 
 def share_prefixes(parts: ModelParts, settings: Settings) -> str | None:

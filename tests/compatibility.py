@@ -84,14 +84,6 @@ def classify_images() -> None:
     fv.patch_model(model, "sdpa")(**batch)
 
 
-def share_prefixes_of_images() -> None:
-    """Of padded batches."""
-    from tests.patches.forward.test_unpad_images import padded
-
-    model = KINDS["images"].model().float()
-    fv.patch_model(model, "sdpa", **SHARED)(**padded())
-
-
 FEATURES = {
     "packed": Column(
         {
@@ -118,13 +110,16 @@ FEATURES = {
         UNPAD,
     ),
     "shared prefixes": Column(
-        each(
-            "patches/forward/test_share_prefixes.py::"
-            "test_loss_and_gradients_are_the_padded_run_s[{}-*]",
-            {**families("dense", *EXPERTS, "hybrid"), "windows": "gemma2"},
-        ),
+        {
+            **each(
+                "patches/forward/test_share_prefixes.py::"
+                "test_loss_and_gradients_are_the_padded_run_s[{}-*]",
+                {**families("dense", *EXPERTS, "hybrid"), "windows": "gemma2"},
+            ),
+            "images": "patches/forward/test_unpad_images.py::"
+            "test_a_prompt_with_images_is_shared[qwen2_5_vl]",
+        },
         SHARED,
-        raises={"images": share_prefixes_of_images},
     ),
     "heads": Column(
         {

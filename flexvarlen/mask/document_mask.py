@@ -44,18 +44,19 @@ class DocumentMask:
     """The documents of a row (of queries, and of keys) and the kind of mask inside each.
 
     Make one with `DocumentMask.of`. It stores no mask: bounds, tables, dense mask, counts and
-    picture are computed on request. Two masks are equal, with equal hashes, if the layouts
-    and the prefix are the same objects and the kinds are equal.
+    picture are computed on request. Two masks are equal, with equal hashes, if the layouts,
+    the prefix and the runs are the same objects and the kinds are equal.
 
     Attributes:
         layout: the documents of the queries.
         layout_k: the documents of the keys; `layout` in self-attention.
         spec: the kind of mask.
         prefix: int32 `[capacity]`, tokens of each document's prefix, or None.
+        runs: int32 `[2, T]`, start and end of each token's run, of `runs_of`; or None.
 
     Raises:
-        ValueError: the spec has `cross` but there is no `layout_k`, `prefix` but no prefix, `tree`
-            but no trees, or the other way round.
+        ValueError: the spec has `cross` but there is no `layout_k`, `prefix` but no prefix, `runs`
+            but no runs, `tree` but no trees, or the other way round.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class DocumentMask:
         *,
         layout_k: PackedLayout | None = None,
         prefix: Tensor | None = None,
+        runs: Tensor | None = None,
     ) -> None:
         cross = layout_k is not None
         if spec.tree != (layout.segments is not None):
@@ -76,10 +78,16 @@ class DocumentMask:
                 f"{spec} does not match {'a' if cross else 'no'} layout_k and "
                 f"{'no' if prefix is None else 'a'} prefix; make the mask with DocumentMask.of()."
             )
+        if spec.runs != (runs is not None):
+            raise ValueError(
+                f"{spec} does not match {'no' if runs is None else 'the'} runs; make it with "
+                "MaskSpec.of_runs() where runs are given."
+            )
         self.layout = layout
         self.layout_k = layout if layout_k is None else layout_k
         self.spec = spec
         self.prefix = prefix
+        self.runs = runs
 
     @classmethod
     def of(
@@ -161,6 +169,7 @@ class DocumentMask:
         return MaskInputs(
             *(q.cu_seqlens, k.cu_seqlens, q.padding, k.padding, self.prefix),
             None if q.segments is None else q.segments.table,
+            self.runs,
             [q.total_tokens, k.total_tokens],
             self.spec.as_ints(),
         )
@@ -275,7 +284,7 @@ class DocumentMask:
     # ---- as a value ----
 
     def _key(self) -> tuple[object, ...]:
-        return id(self.layout), id(self.layout_k), self.spec, id(self.prefix)
+        return id(self.layout), id(self.layout_k), self.spec, id(self.prefix), id(self.runs)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DocumentMask) and self._key() == other._key()

@@ -28,9 +28,11 @@ class MaskSpec:
     Attributes:
         causal: k <= p (with `prefix`: or k lies in the document's prefix).
         left, right: k >= p - left and k <= p + right; -1 means no limit. Causal without a prefix
-            has right = 0.
+            and runs has right = 0.
         chunk: p and k lie in the same chunk of this many tokens; 0: no chunks.
         prefix: each document has a prefix, which all its queries see.
+        runs: tokens of one run, such as those of an image, see one another both ways: k <= p, or k
+            lies in the run of p.
         cross: the keys have a separate layout.
         tree: documents are trees: a query sees the keys of its path, along which windows and chunks
             are counted.
@@ -47,18 +49,24 @@ class MaskSpec:
     cross: bool = False
     top_left: bool = False
     tree: bool = False
+    runs: bool = False
 
     def __post_init__(self) -> None:
-        limited = self.right == 0
-        if limited != (self.causal and not self.prefix) or (self.prefix and not self.causal):
+        limited, ahead = self.right == 0, self.prefix or self.runs
+        if limited != (self.causal and not ahead) or (ahead and not self.causal):
             raise ValueError(
-                f"a MaskSpec with causal={self.causal} and prefix={self.prefix} cannot have right="
-                f"{self.right}; make it with MaskSpec.of()."
+                f"a MaskSpec with causal={self.causal}, prefix={self.prefix} and runs={self.runs} "
+                f"cannot have right={self.right}; make it with MaskSpec.of()."
             )
         if self.tree and (self.right != 0 or self.cross):
             raise NotImplementedError(
-                "trees need causal attention of a row to itself, without prefix or layout_k, got "
-                f"{self!r}; pack each path as a document."
+                "trees need causal attention of a row to itself, without prefix, runs or layout_k, "
+                f"got {self!r}; pack each path as a document."
+            )
+        if self.runs and (self.cross or self.prefix):
+            raise NotImplementedError(
+                "runs need causal attention of a row to itself, without prefix or layout_k, got "
+                f"{self!r}; remove one of them."
             )
         if self.top_left and not self.cross:
             raise ValueError("a MaskSpec has top_left only with cross; make it with MaskSpec.of().")
@@ -135,6 +143,15 @@ class MaskSpec:
         """
         return replace(self, tree=True)
 
+    def of_runs(self) -> MaskSpec:
+        """The same mask where tokens of one run see one another both ways, inside its window.
+
+        Raises:
+            ValueError: the mask is not causal.
+            NotImplementedError: the mask has a prefix, separate keys or trees.
+        """
+        return replace(self, right=UNLIMITED, runs=True)
+
     @property
     def is_limited(self) -> bool:
         """Whether a window or chunks hide keys of the query's document."""
@@ -147,8 +164,8 @@ class MaskSpec:
 
     def as_ints(self) -> list[int]:
         """Return the fields as integers for a custom operator; the inverse of `from_ints`."""
-        flags = [int(flag) for flag in (self.prefix, self.cross, self.top_left, self.tree)]
-        return [int(self.causal), self.left, self.right, self.chunk, *flags]
+        flags = (self.prefix, self.cross, self.top_left, self.tree, self.runs)
+        return [int(self.causal), self.left, self.right, self.chunk, *map(int, flags)]
 
     @classmethod
     def from_ints(cls, values: Sequence[int]) -> MaskSpec:
@@ -168,6 +185,8 @@ class MaskSpec:
             words.append("cross, " + ("top-left" if self.top_left else "bottom-right"))
         if self.tree:
             words.append("tree")
+        if self.runs:
+            words.append("runs")
         return f"MaskSpec({', '.join(words)})"
 
 

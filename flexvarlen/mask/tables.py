@@ -4,8 +4,8 @@ The bounds of `vectors.py` never decrease. So the key blocks that a query block 
 run among the blocks that any query sees, and its full blocks are a run inside that run. The
 bounds of the keys give the transposed tables in the same way.
 
-On CUDA one Triton kernel writes everything (`triton/tables.py`); elsewhere, and as its
-reference, plain torch.
+On CUDA one Triton kernel writes everything (`triton/tables.py`); elsewhere, for masks with runs,
+and as its reference, plain torch.
 
 Shapes: Tq, Tk = tokens; BQ, BK = block sizes; NQ = ceil(Tq / BQ), NK = ceil(Tk / BK).
 """
@@ -37,7 +37,7 @@ def build_tables(
 
     No sync.
     """
-    if given.cu_seqlens_q.device.type == "cuda" and HAS_TRITON:
+    if given.cu_seqlens_q.device.type == "cuda" and HAS_TRITON and given.runs is None:
         from flexvarlen.mask.triton.tables import build_tables_in_one_launch
         from flexvarlen.mask.triton.tree_tables import build_tree_tables_in_two_launches
 

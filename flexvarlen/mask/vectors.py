@@ -27,6 +27,7 @@ class MaskInputs(NamedTuple):
         padding_q, padding_k: bool `[Tq]` and `[Tk]`, True in slots that are padding runs, or None.
         prefix: int32 `[N]`, tokens of each document's prefix, or None.
         tree: the table of `Segments`, int32 `[4, S + 1]`, or None.
+        runs: int32 `[2, T]`, start and end in the row of each token's run, or None: `runs_of`.
         total_tokens: `[Tq, Tk]`.
         spec: `MaskSpec.as_ints()`.
     """
@@ -37,13 +38,14 @@ class MaskInputs(NamedTuple):
     padding_k: Tensor | None
     prefix: Tensor | None
     tree: Tensor | None
+    runs: Tensor | None
     total_tokens: list[int]
     spec: list[int]
 
 
 SCHEMA = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? padding_q, Tensor? padding_k, "
-    "Tensor? prefix, Tensor? tree, SymInt[] total_tokens, SymInt[] spec"
+    "Tensor? prefix, Tensor? tree, Tensor? runs, SymInt[] total_tokens, SymInt[] spec"
 )
 """`MaskInputs` as arguments of an operator."""
 
@@ -54,7 +56,7 @@ def query_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
     A query of a padding run sees nothing: `lo` is the end of the run and `hi` its start. In a tree
     these are the keys from its first token to the query. No sync.
     """
-    cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, _, total_tokens, spec = given
+    cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, _, runs, total_tokens, spec = given
     mask = MaskSpec.from_ints(spec)
     if mask.tree:
         mask = MaskSpec()
@@ -70,6 +72,8 @@ def query_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
         last = position + 1
         if prefix is not None:
             last = torch.maximum(last, prefix[at.slot.clamp(max=prefix.shape[0] - 1)])
+        if runs is not None:
+            last = runs[1] - at.other_start
         high = torch.minimum(high, last)
     if mask.right != UNLIMITED:
         high = torch.minimum(high, position + (mask.right + 1))
@@ -78,7 +82,7 @@ def query_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
 
 def key_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
     """The queries that see each key: first and one past the last, int32 `[Tk]`; the transpose."""
-    cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, _, total_tokens, spec = given
+    cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, _, runs, total_tokens, spec = given
     mask = MaskSpec.from_ints(spec)
     tokens_q, tokens_k = total_tokens
     at = _locate(cu_seqlens_k, cu_seqlens_q, padding_k, padding_q, tokens_k, tokens_q)
@@ -94,11 +98,31 @@ def key_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
         if prefix is not None:
             in_prefix = position < prefix[at.slot.clamp(max=prefix.shape[0] - 1)]
             first = torch.where(in_prefix, low, first)
+        if runs is not None:
+            first = runs[0] - at.other_start
         low = torch.maximum(low, first)
     if mask.chunk:
         begin = position - position % mask.chunk
         low, high = torch.maximum(low, begin), torch.minimum(high, begin + mask.chunk)
     return at.in_other_row(low - shift, high - shift)
+
+
+def runs_of(marked_T: Tensor) -> Tensor:
+    """int32 `[2, T]`: start and end of the run that each token is in.
+
+    A run may go on into the next document: a mask cuts it there.
+
+    Args:
+        marked_T: bool; adjacent tokens that are marked are one run, any other is one by itself.
+
+    No sync; traces under `fullgraph=True`.
+    """
+    tokens = torch.arange(marked_T.shape[0], device=marked_T.device, dtype=torch.int32)
+    goes_on_T = marked_T & marked_T.roll(1) & (tokens > 0)
+    start = tokens.masked_fill(goes_on_T, 0).cummax(0).values
+    ends_T = ~torch.nn.functional.pad(goes_on_T[1:], (0, 1))
+    end = (tokens + 1).masked_fill(~ends_T, torch.iinfo(torch.int32).max)
+    return torch.stack([start, end.flip(0).cummin(0).values.flip(0)])
 
 
 @dataclass(frozen=True)

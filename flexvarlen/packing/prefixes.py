@@ -19,7 +19,7 @@ from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.packing.collator import pad_token_id_of
 from flexvarlen.packing.images import RopeIndex
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING, is_dispatched
-from flexvarlen.packing.tree_images import SAMPLE_COLUMNS, TreeImages, any_images
+from flexvarlen.packing.tree_images import SAMPLE_COLUMNS, ImagesOfSamples, any_images
 
 Sample = Mapping[str, Any] | Sequence[int] | Tensor
 _IDS = "tokenize it, and pass token ids"
@@ -155,8 +155,8 @@ def share_prefixes(
     min_tokens, max_depth = _checked(min_tokens, max_depth)
     pad_token_id = pad_token_id_of(None, pad_token_id)
     rows, is_label = zip(*map(_with_labels, range(len(samples)), samples), strict=True)
-    images = TreeImages(samples, [row[:, 0] for row in rows]) if any_images(samples) else None
-    compared = rows if images is None else images.compared_with(rows)
+    images = ImagesOfSamples(samples, [x[:, 0] for x in rows]) if any_images(samples) else None
+    compared = rows if images is None else images.shared.compared_with(rows)
     tree = PrefixTree(compared, is_label, max_depth=max_depth, min_tokens=min_tokens)
     layout = PackedLayout.from_tree(
         tree.lengths,

@@ -1,15 +1,15 @@
 """Images of samples that share prefixes: which tokens are whose, and those of a row of trees.
 
-Shapes: L tokens of a sample; T of the trees.
+Of models whose processor returns `image_grid_thw` and `video_grid_thw` (Qwen2-VL and similar).
+Shapes: L tokens of a sample.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,87 +21,152 @@ from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.packing.images import GRIDS, PIXELS, RopeIndex, joined_images, rope_positions
 
 TYPES = "mm_token_type_ids"
-_KINDS = (
-    (1, "image_grid_thw", "pixel_values", ()),
-    (2, "video_grid_thw", "pixel_values_videos", ("second_per_grid_ts",)),
-)
-"""Type of the tokens, the columns of their images, and others with a row for each."""
-
 SAMPLE_COLUMNS = (TYPES, *GRIDS, *PIXELS, "second_per_grid_ts")
+_KINDS = {1: ("image_grid_thw", "pixel_values"), 2: ("video_grid_thw", "pixel_values_videos")}
+"""The type of their tokens, and the columns, of images and videos."""
 
 
-@dataclass(frozen=True)
-class Image:
+class Image(NamedTuple):
     """An image or a video of a sample.
 
     Attributes:
+        kind: the type of its tokens.
+        number: its index among those of its kind, of all samples.
         tokens: int64, where its tokens are in the sample.
-        columns: its rows of each column.
     """
 
+    kind: int
+    number: int
     tokens: NDArray[np.int64]
-    columns: dict[str, NDArray[Any]]
-
-    def digest(self) -> bytes:
-        """Equal for equal images."""
-        made = hashlib.blake2b(digest_size=16)
-        for name, values in self.columns.items():
-            made.update(f"{name} {values.dtype} {values.shape}".encode())
-            made.update(values.tobytes())
-        return made.digest()
 
 
 def any_images(samples: Sequence[Any]) -> bool:
     """Whether a sample has columns of images."""
-    names = (*PIXELS, *GRIDS)
     mappings = (x for x in samples if isinstance(x, Mapping))
-    return any(sample.get(name) is not None for sample in mappings for name in names)
+    return any(sample.get(name) is not None for sample in mappings for name in (*PIXELS, *GRIDS))
 
 
-class TreeImages:
-    """The images of samples.
+def images_in(called: str, types: NDArray[np.int64], columns: Mapping[str, Any]) -> list[Image]:
+    """Images and videos, in the order of their first tokens.
+
+    Args:
+        called: how an error names whose they are, such as "sample 3".
+        types: int64 `[L]`.
+        columns: of images; grids on the host.
+
+    Raises:
+        ValueError: the tokens, grids and patches do not fit together.
+    """
+    found = []
+    for kind, (grid_name, pixels_name) in _KINDS.items():
+        tokens = np.flatnonzero(types == kind)
+        grid = np.asarray(columns.get(grid_name, np.zeros((0, 3), np.int64)))
+        rows, patches = len(columns.get(pixels_name, ())), grid.prod(-1)
+        per_token, rest = divmod(rows, max(len(tokens), 1))
+        if patches.sum() != rows or rest or (patches % max(per_token, 1)).any():
+            raise ValueError(
+                f"{pixels_name} of {called} must have the patches of {grid_name}, and as many for "
+                f"each of {len(tokens)} tokens of {TYPES}, got {rows}; pass what the processor of "
+                "a Qwen-VL model returns."
+            )
+        ends = np.cumsum([0, *patches]) // max(per_token, 1)
+        for index, (a, b) in enumerate(pairwise(ends.tolist())):
+            found.append(Image(kind, index, tokens[a:b]))
+    return sorted(found, key=lambda image: int(image.tokens[0]))
+
+
+class SharedImages:
+    """The images of samples, of which equal ones may be shared.
+
+    Args:
+        images: of each sample.
+        columns: the columns of images of all samples, joined; on any device. Reads it.
+    """
+
+    def __init__(self, images: Sequence[Sequence[Image]], columns: Mapping[str, Tensor]) -> None:
+        self.images, self.columns = images, columns
+        self._keys: dict[tuple[int, int], int] = {}
+        known: dict[Any, int] = {}
+        for kind, (grid_name, pixels_name) in _KINDS.items():
+            if grid_name not in columns:
+                continue
+            grid = columns[grid_name].tolist()
+            others = columns.get("second_per_grid_ts") if kind == 2 else None
+            seconds = [0.0] * len(grid) if others is None else others.tolist()
+            hashes = _hashes(columns[pixels_name], columns[grid_name].prod(-1))
+            for index, what in enumerate(zip(map(tuple, grid), seconds, hashes, strict=True)):
+                self._keys[kind, index] = known.setdefault((kind, what), len(known) + 1)
+
+    def compared_with(self, rows: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+        """The rows `[L, C]` with a number more: of the image that a token belongs to, 0 at text."""
+        found = []
+        for row, images in zip(rows, self.images, strict=True):
+            keys = np.zeros(len(row), np.int64)
+            for image in images:
+                keys[image.tokens] = self._keys[image.kind, image.number]
+            found.append(np.column_stack([row, keys]))
+        return found
+
+    def of_tree(self, tree: PrefixTree) -> dict[str, Tensor]:
+        """The columns of images for a row of trees: of each segment its own.
+
+        Raises:
+            ValueError: an image lies in two segments.
+        """
+        taken: dict[int, list[int]] = {kind: [] for kind in _KINDS}
+        for sample, start, stop in tree.pieces:
+            for kind, number, tokens in self.images[sample]:
+                if start <= tokens[0] < stop:
+                    taken[kind].append(number)
+                    if tokens[-1] >= stop:
+                        raise ValueError(
+                            f"samples must not part inside an image, got one in sample {sample}; "
+                            "let a token of text follow it, before labels differ."
+                        )
+        found = {}
+        for kind, (grid_name, pixels_name) in _KINDS.items():
+            if not taken[kind]:
+                continue
+            grid, pixels = self.columns[grid_name], self.columns[pixels_name]
+            ends = np.cumsum([0, *grid.prod(-1).tolist()])
+            patches = np.concatenate([np.arange(ends[i], ends[i + 1]) for i in taken[kind]])
+            found[grid_name] = grid[torch.tensor(taken[kind], device=grid.device)]
+            found[pixels_name] = pixels[torch.from_numpy(patches).to(pixels.device)]
+            if kind == 2 and (seconds := self.columns.get("second_per_grid_ts")) is not None:
+                found["second_per_grid_ts"] = seconds[torch.tensor(taken[kind])]
+        return found
+
+
+class ImagesOfSamples:
+    """The images of samples, and their tokens.
 
     Args:
         samples: token ids, or mappings with columns of images.
-        ids: int64 `[L]` for each.
-
-    Raises:
-        ValueError: a sample's columns contradict one another, or are not those of Qwen-VL models.
+        ids: int64 `[L]` of each.
     """
 
     def __init__(self, samples: Sequence[Any], ids: Sequence[NDArray[np.int64]]) -> None:
-        self.ids, self.types, self.images = ids, [], []
-        self.columns: list[dict[str, NDArray[Any]]] = []
+        found, self.types, columns = [], [], []
+        seen = Counter[int]()
         for index, (sample, tokens) in enumerate(zip(samples, ids, strict=True)):
             given = sample if isinstance(sample, Mapping) else {}
-            columns = {x: np.asarray(given[x]) for x in SAMPLE_COLUMNS if given.get(x) is not None}
-            types = columns.pop(TYPES, np.zeros_like(tokens)).astype(np.int64)
+            own = {x: np.asarray(given[x]) for x in SAMPLE_COLUMNS if given.get(x) is not None}
+            types = own.pop(TYPES, np.zeros_like(tokens)).astype(np.int64)
             if types.shape != tokens.shape:
                 raise ValueError(
                     f"{TYPES} of sample {index} must have a value for each of {len(tokens)} tokens,"
                     f" got shape {list(types.shape)}; pass what the processor returns."
                 )
+            images = images_in(f"sample {index}", types, own)
+            found.append([x._replace(number=seen[x.kind] + x.number) for x in images])
+            seen.update(x.kind for x in images)
             self.types.append(types)
-            self.columns.append(columns)
-            self.images.append(_images_of(index, columns, types))
-
-    def compared_with(self, rows: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-        """The rows `[L, C]` with a number more: of the image that a token belongs to, 0 at text."""
-        known: dict[bytes, int] = {}
-        found = []
-        for row, images in zip(rows, self.images, strict=True):
-            keys = np.zeros(len(row), np.int64)
-            for image in images:
-                keys[image.tokens] = known.setdefault(image.digest(), len(known) + 1)
-            found.append(np.column_stack([row, keys]))
-        return found
+            columns.append(own)
+        self.ids, self.columns = ids, joined_images(columns)
+        self.shared = SharedImages(found, self.columns)
 
     def row(self, tree: PrefixTree, layout: PackedLayout, model: Any) -> dict[str, Tensor]:
-        """What the model gets of images; see `SharedPrefixes`.
-
-        Raises:
-            ValueError: an image lies in two segments, or the model is not given.
-        """
+        """What the model gets of images; see `SharedPrefixes`."""
         if model is None:
             raise ValueError(
                 "model must be given where samples have images, whose tokens it gives positions, "
@@ -111,47 +176,35 @@ class TreeImages:
         lengths = [len(x) for x in self.ids]
         ids, types = (torch.from_numpy(np.concatenate(x)) for x in (self.ids, self.types))
         documents = torch.arange(sum(lengths)).split(lengths)
-        positions, _ = rope_positions(rope, ids, types, documents, joined_images(self.columns))
+        positions, _ = rope_positions(rope, ids, types, documents, self.columns)
         of_samples = torch.cat([positions, types[None]]).T.split(lengths)
         row_4T = torch.zeros(4, layout.total_tokens, dtype=torch.long)
         row_4T[:, : sum(tree.lengths)] = tree.take(of_samples).T
         in_path_1T = layout.position_ids().cpu()[None]
-        images = [x.columns for piece in tree.pieces for x in self._whole_in(*piece)]
         return {
-            **joined_images(images),
+            **self.shared.of_tree(tree),
             "position_ids": torch.cat([in_path_1T, row_4T[:3]])[:, None],
             TYPES: row_4T[3:],
         }
 
-    def _whole_in(self, sample: int, start: int, stop: int) -> list[Image]:
-        found = [x for x in self.images[sample] if start <= x.tokens[0] < stop]
-        if any(x.tokens[-1] >= stop for x in found):
-            raise ValueError(
-                f"samples must not part inside an image, got one in sample {sample} whose last "
-                "token is followed by tokens with different labels; let a token of text follow it."
-            )
-        return found
 
-
-def _images_of(
-    index: int, columns: Mapping[str, NDArray[Any]], types: NDArray[np.int64]
-) -> list[Image]:
-    """A sample's images and videos, in the order of their first tokens."""
-    found = []
-    for kind, grid_name, pixels_name, others in _KINDS:
-        tokens = np.flatnonzero(types == kind)
-        grid, pixels = (columns.get(name, types[:0]) for name in (grid_name, pixels_name))
-        patches = grid.prod(-1) if len(grid) else np.zeros(0, np.int64)
-        per_token = len(pixels) // max(len(tokens), 1)
-        if patches.sum() != len(pixels) or per_token * len(tokens) != len(pixels):
-            raise ValueError(
-                f"{pixels_name} of sample {index} must have the patches of {grid_name}, and as "
-                f"many for each of {len(tokens)} tokens of {TYPES}, got {len(pixels)}; pass what "
-                "the processor of a Qwen-VL model returns."
-            )
-        last_patches = np.cumsum([0, *patches])
-        for number, (a, b) in enumerate(pairwise(last_patches.tolist())):
-            rows = {pixels_name: pixels[a:b], grid_name: grid[number : number + 1]}
-            rows |= {name: columns[name][number : number + 1] for name in others if name in columns}
-            found.append(Image(tokens[a // per_token : b // per_token], rows))
-    return sorted(found, key=lambda image: int(image.tokens[0]))
+def _hashes(pixels: Tensor, patches: Tensor) -> list[int]:
+    """A 64-bit number for each image: those of equal images are equal."""
+    of_bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = pixels.contiguous().view(of_bits[pixels.element_size()]).flatten(1)
+    image = torch.arange(len(patches), device=pixels.device).repeat_interleave(
+        patches.to(pixels.device), output_size=len(pixels)
+    )
+    first = (patches.cumsum(0) - patches).to(pixels.device)[image]
+    number = torch.arange(len(pixels), device=pixels.device) - first
+    weights = [
+        torch.randint(-(2**63), 2**63 - 1, (n,), generator=torch.Generator().manual_seed(n))
+        for n in (bits.shape[1], int(patches.max()))
+    ]
+    columns, rows = (x.to(pixels.device) for x in weights)
+    of_rows = torch.cat([(x.long() * columns).sum(-1) for x in bits.split(4096)])
+    made = torch.zeros(len(patches), dtype=torch.int64, device=pixels.device)
+    found: list[int] = made.index_add_(
+        0, image, (of_rows ^ (of_rows >> 29)) * rows[number]
+    ).tolist()
+    return found

@@ -150,6 +150,10 @@ class PackedForward:
                 return self
             copy = PackedForward.__new__(PackedForward)
             vars(copy).update(vars(self), layout=moved, routes={}, _copies={}, _postponed=None)
+            if self.row.image_runs is not None:
+                runs = self.row.image_runs
+                tokens = runs.tokens.to(moved.device, non_blocking=non_blocking)
+                copy.row = self.row._replace(image_runs=runs._replace(tokens=tokens))
             if self.recurrent is not None:
                 copy.recurrent = self.recurrent.of_layout(moved)
             self._copies[name] = copy
@@ -243,17 +247,21 @@ class PackedForward:
     def _make_route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
         keys = self.layout.shard.keys(kind.window, kind.chunk, self.group)
         layout, layout_k = keys.layouts(self.layout)
+        images, runs = self.row.image_runs, None
+        if images is not None and kind.layer_type in images.layer_types:
+            runs = images.tokens
         call = kind.call(
             layout.device,
             dtype,
             needs_grad=needs_grad,
             trees=layout.segments is not None,
             cross=layout_k is not None,
+            runs=runs is not None,
             deterministic=self.deterministic,
             batch_invariant=self.batch_invariant,
             past_int32=is_past_int32(layout, layout_k or layout, kind.num_heads, kind.head_dim),
         )
-        mask = DocumentMask(layout, call.spec, layout_k=layout_k)
+        mask = DocumentMask(layout, call.spec, layout_k=layout_k, runs=runs)
         backend = self._backend_for(kind, call, mask)
         for other in tuple(self.routes.values()):
             if other.backend is backend and other.mask.spec == call.spec:

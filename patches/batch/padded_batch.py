@@ -7,7 +7,8 @@ Shapes: B rows of S tokens with padding; T tokens of the packed row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from flexvarlen.layout.labels import unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.layout.token_map import Padding, SharedPadding
-from flexvarlen.packing.images import IMAGES
+from flexvarlen.packing.images import GRIDS, IMAGES
+from flexvarlen.packing.tree_images import SAMPLE_COLUMNS, TYPES, Image, SharedImages, images_in
 
 MIN_SHARED_TOKENS = 32
 """A shorter prefix is not shared: it saves less than a deeper tree costs."""
@@ -35,12 +37,14 @@ class PaddedBatch:
         tokens: how tokens move between the batch and the packed row.
         pads_left: whether any row begins with padding.
         has_empty_row: whether any row is padding alone.
+        images: the columns of images of the packed row, if they are not those of the batch.
     """
 
     layout: PackedLayout
     tokens: Padding
     pads_left: bool
     has_empty_row: bool = False
+    images: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,7 +66,7 @@ class PaddedBatch:
         if positions is not None and positions.ndim == 3:  # [4, B, S]: text, time, height, width
             row["position_ids"] = self.tokens.enter(positions.movedim(0, -1)).movedim(-1, 0)
         others = {k: x for k, x in inputs.items() if k not in row and k != "attention_mask"}
-        return {**others, **row, "packed_layout": self.layout}
+        return {**others, **row, **self.images, "packed_layout": self.layout}
 
     def inputs_of_tokens(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         """The arguments that have a value for each token: `[B, S, ...]` or `[1, S, ...]`."""
@@ -164,7 +168,7 @@ def share_prefixes_of_rows(
     """The same batch, with prefixes that its rows share once in its packed row.
 
     Rows share a token if it has the same offset in both, and all inputs of it and of every token
-    before it are equal.
+    before it are equal, images and positions included.
 
     Args:
         padded: without any that is shared yet.
@@ -174,12 +178,28 @@ def share_prefixes_of_rows(
     Searched on the host: reads the device once.
     """
     batch, row_tokens = padded.shape
-    of_tokens = padded.inputs_of_tokens(inputs).values()
-    if any(x.ndim > 2 or x.is_floating_point() for x in of_tokens):
+    of_tokens = padded.inputs_of_tokens(inputs)
+    if any(x.ndim > 2 or x.is_floating_point() for x in of_tokens.values()):
         return padded
     real = padded.tokens.leave(torch.ones_like(padded.tokens.offsets, dtype=torch.bool)[None])
-    rows = _rows_of([x for x in of_tokens if len(x) == batch], real)
+    compared = {name: x for name, x in of_tokens.items() if len(x) == batch}
+    positions: Tensor | None = inputs.get("position_ids")
+    if positions is not None and positions.ndim == 3:
+        compared |= {f"position {i}": x for i, x in enumerate(positions)}
+    rows = _rows_of(list(compared.values()), real)
     lengths = [len(row) for row in rows]
+    images = None
+    given = [name for name in IMAGES if inputs.get(name) is not None]
+    if given:
+        if TYPES not in compared or not any(name in GRIDS for name in given):
+            raise NotImplementedError(
+                "share_prefixes=True shares images that come with image_grid_thw or video_grid_thw "
+                f"and {TYPES}, as those of Qwen-VL models do, got {', '.join(given)}; leave "
+                "share_prefixes=True out."
+            )
+        types = 2 + list(compared).index(TYPES)
+        images = _images_of([row[:, types] for row in rows], inputs)
+        rows = images.compared_with(rows)
     tree = PrefixTree(rows, min_tokens=MIN_SHARED_TOKENS)
     tokens = sum(tree.lengths)
     if tokens == sum(lengths):
@@ -205,7 +225,29 @@ def share_prefixes_of_rows(
         packed_index=index.index_copy(0, token_offsets, paths),
         real=real.flatten(),
     )
-    return replace(padded, layout=layout, tokens=shared)
+    columns = {} if images is None else images.of_tree(tree)
+    return replace(padded, layout=layout, tokens=shared, images=columns)
+
+
+def _images_of(types: list[NDArray[np.int64]], inputs: dict[str, Any]) -> SharedImages:
+    """The images of rows, by the types of their tokens `[L]`; joined in the order of the rows.
+
+    Raises:
+        ValueError: an image's tokens lie in two rows.
+    """
+    columns = {name: inputs[name] for name in SAMPLE_COLUMNS if inputs.get(name) is not None}
+    on_host = {name: x.cpu() if name in GRIDS else x for name, x in columns.items()}
+    found: list[list[Image]] = [[] for _ in types]
+    ends = np.cumsum([len(row) for row in types])
+    for image in images_in("the batch", np.concatenate(types), on_host):
+        row = int(np.searchsorted(ends, image.tokens[0], "right"))
+        if image.tokens[-1] >= ends[row]:
+            raise ValueError(
+                f"pixel_values must be those of the rows' {TYPES}, in the order of the rows, got "
+                f"an image whose tokens go on after row {row}; pass what the processor returns."
+            )
+        found[row].append(image._replace(tokens=image.tokens - (ends[row] - len(types[row]))))
+    return SharedImages(found, columns)
 
 
 def _rows_of(inputs: list[Tensor], real: Tensor) -> list[NDArray[np.int64]]:

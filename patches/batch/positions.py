@@ -18,6 +18,7 @@ from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.images import GRIDS, rope_positions
 from flexvarlen.patches.batch.given import Given
+from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.parts import ModelParts
 
@@ -122,7 +123,8 @@ def positions_by_run(layout: PackedLayout, positions_BS: Tensor, row_tokens: int
 
 def has_images(inputs: dict[str, Any]) -> bool:
     """Whether the arguments include images or videos."""
-    return any(inputs.get(name) is not None for name in GRIDS)
+    pixels = ("pixel_values", "pixel_values_videos")
+    return any(inputs.get(name) is not None for name in (*GRIDS, *pixels))
 
 
 def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> Tensor:
@@ -167,3 +169,15 @@ def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> 
     if len(documents) == len(input_ids):  # one document per row, so decoding may follow
         base.rope_deltas = deltas.to(input_ids.device)
     return positions.to(input_ids.device).view(3, *input_ids.shape)
+
+
+def padded_positions(given: Given, padded: PaddedBatch) -> Tensor:
+    """Positions of a padded batch with images, `[n, B, S]`: as given, or `[4, B, S]` by row."""
+    row = padded.inputs_of_row(given.inputs)
+    if row.get("position_ids") is not None:
+        positions: Tensor = given.inputs["position_ids"]
+        return positions
+    positions_31T = image_positions(given.parts.base(given.module), padded.layout, row)
+    in_document_1T = padded.layout.position_ids()[None]
+    positions_41T = torch.cat([in_document_1T[None], positions_31T])
+    return padded.tokens.leave(positions_41T.movedim(0, -1)).movedim(-1, 0)

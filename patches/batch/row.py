@@ -11,6 +11,18 @@ from flexvarlen.patches.batch.labels import NO_TARGETS, Targets
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 
 
+class ImageRuns(NamedTuple):
+    """Tokens of images that see one another both ways.
+
+    Attributes:
+        layer_types: the types of the layers in which they do.
+        tokens: int32 `[2, T]`, start and end of each token's run, of `runs_of`.
+    """
+
+    layer_types: tuple[str, ...]
+    tokens: Tensor
+
+
 class PackedRow(NamedTuple):
     """The documents of one forward, and what follows from them.
 
@@ -25,6 +37,7 @@ class PackedRow(NamedTuple):
         use_cache: replaces the argument, unless None.
         pooled_tokens: int64, offsets among all B·S tokens of those that a base model's pooler must
             read; None: the first of each row, which it reads by itself.
+        image_runs: tokens of images that see one another both ways, or None.
     """
 
     layout: PackedLayout
@@ -36,3 +49,4 @@ class PackedRow(NamedTuple):
     fills_cache: bool = False
     use_cache: bool | None = None
     pooled_tokens: Tensor | None = None
+    image_runs: ImageRuns | None = None

@@ -17,6 +17,7 @@ from flexvarlen.patches.batch.padded_batch import (
     find_padding,
     share_prefixes_of_rows,
 )
+from flexvarlen.patches.batch.positions import has_images, padded_positions
 from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.forward.head_checks import check_document_labels, wrap_loss
 from flexvarlen.patches.forward.make_row import is_compiled
@@ -64,10 +65,12 @@ def run_packed(given: Given, padded: PaddedBatch) -> Given:
         ValueError: `return_dict=False` asks for a tuple, whose outputs could not be replaced.
     """
     require_dict(given)
+    inputs = given.inputs
     if given.patch.share_prefixes:
-        multiple_of = _multiple_of(given)
-        padded = share_prefixes_of_rows(padded, given.inputs, multiple_of=multiple_of)
-    row, tokens = padded.inputs_of_row(given.inputs), padded.tokens.enter(given.tokens)
+        if given.parts.vision_name and has_images(inputs):
+            inputs = inputs | {"position_ids": padded_positions(given, padded)}
+        padded = share_prefixes_of_rows(padded, inputs, multiple_of=_multiple_of(given))
+    row, tokens = padded.inputs_of_row(inputs), padded.tokens.enter(given.tokens)
     return read_arguments(given.module, given.patch, row, tokens, padded)
 
 

@@ -63,7 +63,7 @@ def _layout_of_documents(given: Given) -> tuple[PackedLayout, PaddedBatch | None
         if given.reads_first_token and may_hold_several(given, layout):
             _refuse_hidden_first_token(layout, given.shape[0])
         return layout, None
-    if parts.vision_name and has_images(given.inputs):
+    if has_images(given.inputs):
         raise NotImplementedError(
             "rows of several documents must hold text alone where a head gives one output per "
             f"document, got images for {type(given.module).__name__}; pass one document per row, "

@@ -17,16 +17,6 @@ from flexvarlen.patches.refusal import Refusal, refuse
 from flexvarlen.patches.state import Patch
 from flexvarlen.upstream import required
 
-TEXT_ALONE = ("gemma3", "gemma4", "mistral3")
-_IMAGES = (
-    "token_type_ids",
-    "mm_token_type_ids",
-    "pixel_values",
-    "pixel_values_videos",
-    "input_features",
-    "mm_encoder_outputs",  # `generate` passes {}
-)
-
 
 def check_inputs(module: Any, patch: Patch, inputs: Inputs, tokens: Tensor) -> None:
     """Refuse arguments that would be ignored or misread.
@@ -50,32 +40,26 @@ def check_inputs(module: Any, patch: Patch, inputs: Inputs, tokens: Tensor) -> N
         )
 
 
-def _images(given: Given) -> str | None:
-    for name in _IMAGES:
-        x = given.inputs.get(name)
-        if x is not None and (isinstance(x, Tensor) or any(x.values())):
-            return f"{given.parts.model_config.model_type} batch with {name}"
-    return None
+def _sound(given: Given) -> str | None:
+    encoded = given.inputs.get("mm_encoder_outputs") or {}
+    if given.inputs.get("input_features") is None and encoded.get("audio") is None:
+        return None
+    return f"{given.parts.model_config.model_type} batch with it"
 
 
-# Gemma's attention is bidirectional inside an image. That mask does not follow from documents and
-# causality alone: the placeholder that a patched model passes would silently drop it. Mistral 3's
-# images are not verified.
-IMAGES = (
+SOUND = (
     Refusal(
-        _images,
-        "token_type_ids, images, video and sound are not supported in the batches of a patched "
-        "model whose text alone is packed (inside an image attention may be bidirectional), got a "
-        "{got}; remove it where a batch has none, or call unpatch_model and use the model's own "
-        "attention, one document per row.",
+        _sound,
+        "sound (input_features) is not supported in the batches of a patched model, got a {got}; "
+        "remove it, or call unpatch_model and use the model's own attention, one document per row.",
         NotImplementedError,
     ),
 )
 
 
-def refuse_images(given: Given) -> None:
-    """Refuse a forward with images, in a model whose text alone is packed."""
-    refuse(given, IMAGES)
+def refuse_sound(given: Given) -> None:
+    """Refuse a forward with sound, which is not verified."""
+    refuse(given, SOUND)
 
 
 def refuse_next_token_after_padding(mask: object, row_tokens: int) -> None:

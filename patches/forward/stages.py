@@ -18,16 +18,16 @@ from flexvarlen.patches.forward.pooling import (
     rows_of_documents,
 )
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, recurrent_documents
-from flexvarlen.patches.forward.refusals import TEXT_ALONE, prepare_shared_keys, refuse_images
+from flexvarlen.patches.forward.refusals import prepare_shared_keys, refuse_sound
 from flexvarlen.patches.forward.router import weigh_tokens
 from flexvarlen.patches.forward.sequence_parallel import check_shard
-from flexvarlen.patches.forward.trees import refuse_shared_images
 from flexvarlen.patches.forward.under_head import (
     context_from_mask,
     context_into_mask,
     documents_of_head,
 )
 from flexvarlen.patches.models.heads import NO_HEAD, Head
+from flexvarlen.patches.models.image_runs import runs_finder
 from flexvarlen.patches.models.verified import is_verified
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import CONTEXT, Settings, Stages
@@ -44,7 +44,7 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
     is_base, head = not parts.base_name, parts.head
     over_ranks = settings.sequence_parallel_group is not None
     of_documents = head.labels == "document"
-    text_alone = parts.model_config.model_type in TEXT_ALONE
+    has_sound = hasattr(parts.model_config, "audio_config")
     has_router = hasattr(parts.config, "output_router_logits") or not is_verified(
         parts.model_class, parts.model_config.model_type
     )
@@ -55,11 +55,7 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
             (is_base and parts.shares_keys, prepare_shared_keys),
             (is_base and parts.drops_keywords, context_from_mask),
         ),
-        refusals=_those(
-            (text_alone, refuse_images),
-            (settings.share_prefixes and bool(parts.text_name), refuse_shared_images),
-            (over_ranks, check_shard),
-        ),
+        refusals=_those((has_sound, refuse_sound), (over_ranks, check_shard)),
         batch=_those(
             (below != NO_HEAD, documents_of_head),
             (is_base and below == NO_HEAD and settings.unpad, unpad_batch),
@@ -73,6 +69,7 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
         positions=position_maker(parts),
         targets=target_maker(parts, over_ranks=over_ranks),
         pooled_tokens=pooled_tokens if may_pool else None,
+        image_runs=runs_finder(parts),
         recurrent=recurrent_documents if parts.recurrent else None,
         keywords=(CONTEXT, DOCUMENTS) if parts.recurrent else (CONTEXT,),
         head=_those(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from flexvarlen.layout.labels import LABEL_COUNTS
-from flexvarlen.packing.images import IMAGES
 from flexvarlen.patches.batch.given import Given
 from flexvarlen.patches.batch.positions import has_images
-from flexvarlen.patches.refusal import Refusal, refuse
+from flexvarlen.patches.refusal import Refusal
 from flexvarlen.patches.why_not import why_no_trees
 
 
@@ -65,22 +64,3 @@ TREES = (
     ),
 )
 """What has no meaning for tokens that stand for several samples."""
-
-
-def _images(given: Given) -> str | None:
-    return next((name for name in IMAGES if given.inputs.get(name) is not None), None)
-
-
-SHARED_IMAGES = (
-    Refusal(
-        _images,
-        "share_prefixes=True is not supported for batches with images or videos, as equal ids may "
-        "stand for different images, got {got}; leave share_prefixes=True out.",
-        NotImplementedError,
-    ),
-)
-
-
-def refuse_shared_images(given: Given) -> None:
-    """Refuse images in a model that looks for prefixes that its rows share."""
-    refuse(given, SHARED_IMAGES)

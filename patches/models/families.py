@@ -24,7 +24,8 @@ _MAMBA = "Mamba-2 layers"
 _RECURRENT = "states and convolutions start anew at each document"
 _SCALED = "queries are scaled by position"
 _POSITION = "positions count inside a document"
-_TEXT_ALONE = "text alone: batches with images or mm_token_type_ids are refused"
+_RUNS = "its kernels are flex, sdpa and reference where a batch has images"
+_TEXT_AND_TOWER = "a verified text model; before it, images of a tower of their own replace tokens"
 _ENCODER = "bidirectional attention"
 _OWN_LABELS = "encoders mask no label; poolers and classifiers give a row for each document"
 
@@ -81,8 +82,8 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Gemma 3",
         "gemma3",
-        "alternating windows; images, inside which attention goes both ways",
-        "text alone: batches with images or token_type_ids are refused",
+        "alternating windows; images, inside which attention goes both ways in all layers",
+        f"images need their token_type_ids; {_RUNS}",
     ),
     Family(
         "Phi-3",
@@ -212,13 +213,17 @@ FAMILIES: tuple[Family, ...] = (
         by_name_alone=False,  # its layers keep position_ids to themselves
         task="MaskedLM",
     ),
-    Family(
-        "Mistral 3",
-        "mistral3",
-        "the text model is a `mistral` or `ministral3`; images",
-        _TEXT_ALONE,
-        by_name_alone=False,
-        task="ImageTextToText",
+    *(
+        Family(name, kind, _TEXT_AND_TOWER, by_name_alone=False, task="ImageTextToText")
+        for name, kind in (("Mistral 3, Pixtral", "mistral3"), ("LFM2-VL", "lfm2_vl"))
+    ),
+    *(
+        Family(name, kind, _TEXT_AND_TOWER, task="ImageTextToText")
+        for name, kind in (
+            ("LLaVA-NeXT", "llava_next"),
+            ("InternVL", "internvl"),
+            ("SmolVLM", "smolvlm"),
+        )
     ),
     Family(
         "Ministral 3",
@@ -281,13 +286,17 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "Gemma 4",
         "gemma4",
-        "as Gemma 4, text; experts in some configs; images and sound",
-        _TEXT_ALONE,
+        "as Gemma 4, text; experts in some configs; images, inside which attention goes both ways "
+        'in sliding layers where use_bidirectional_attention is "vision"',
+        f"images then need their mm_token_type_ids; in those layers {_RUNS}; sound is refused",
         by_name_alone=False,
     ),
 )
 
 BY_TYPE: dict[str, Family] = {family.model_type: family for family in FAMILIES}
+
+TEXT_AND_TOWER = tuple(x.model_type for x in FAMILIES if x.has == _TEXT_AND_TOWER)
+"""Families whose images replace tokens before the text model, and change nothing else of it."""
 
 _VISION_TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 TEXT_TOWERS = {f"{name}_text": BY_TYPE[name] for name in _VISION_TOWERS}

@@ -155,11 +155,15 @@ class LayerKind(NamedTuple):
         needs_grad: bool,
         trees: bool = False,
         cross: bool = False,
+        runs: bool = False,
         deterministic: bool = False,
         batch_invariant: bool = False,
         past_int32: bool = False,
     ) -> AttentionCall:
         """The `AttentionCall` of such a layer, over trees or documents, or `cross` other keys.
+
+        Args:
+            runs: whether tokens of images see one another both ways.
 
         Raises:
             ValueError: a scale or softcap that is not positive and finite.
@@ -167,6 +171,7 @@ class LayerKind(NamedTuple):
         check_numbers(self.softcap, self.scale)
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         spec = self.spec.of_trees() if trees else replace(self.spec, cross=cross)
+        spec = spec.of_runs() if runs else spec
         numbers = (self.scale, self.softcap, self.sinks)
         guarantees = (deterministic, batch_invariant)
         # Not changed by _replace: torch 2.11 cannot break a compiled graph that keeps such a copy.

@@ -37,7 +37,6 @@ _TYPES_BY_STATE: dict[str, tuple[str, ...]] = {
     "a gated delta rule, a convolution and n-grams": ("qwen4_exp", "qwen4_exp_text"),
     _DELTA: ("bailing_hybrid", "glm5_next", "glm5_next_text"),
     _CONVOLUTION: (
-        "lfm2_vl",
         "lfm3",
         "lfm3_vl",
         "inkling_mm_model",

@@ -19,7 +19,6 @@ from transformers import (
     Qwen2_5_VLProcessor,
 )
 
-import flexvarlen as fv
 from tests.contract_training import settings
 from tests.patches.padded_trainers import (
     BASES,
@@ -31,6 +30,7 @@ from tests.patches.padded_trainers import (
     SHORT,
     WHOLE,
     check_run,
+    check_shared,
     datasets,
     of_length,
     trl,
@@ -209,7 +209,6 @@ def test_rewards_of_text_alone(tmp_path):
     check_run(case, tmp_path, kind="qwen3_5", learning_rate=0.01)
 
 
-def test_prompts_with_images_are_not_shared(tmp_path):
-    trainer = fv.patch_trainer(CASES["dpo"].make(tmp_path), "sdpa", share_prefixes=True)
-    with pytest.raises(NotImplementedError, match=r"with images or videos, .*pixel_values"):
-        trainer.train()
+@pytest.mark.parametrize(("name", "kind"), [("dpo", "qwen2_5_vl"), ("grpo", "qwen3_vl")])
+def test_a_shared_prompt_with_images(name, kind, tmp_path, monkeypatch):
+    check_shared(CASES[name], tmp_path, monkeypatch, kind=kind)

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertForPreTraining,
     BertLMHeadModel,
+    InternVLForConditionalGeneration,
     LlamaForCausalLM,
     LlamaModel,
     PreTrainedModel,
@@ -79,6 +80,14 @@ def window_both_ways():
     return new_model("gemma4_text", use_bidirectional_attention="all").model
 
 
+def with_another_text_model():
+    """The type of the whole model says nothing about its text model."""
+    text = {"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 2, "vocab_size": 97}
+    config = config_of("internvl")
+    other = type(config)(**config.to_dict() | {"text_config": text})
+    return InternVLForConditionalGeneration(other)
+
+
 class Case(NamedTuple):
     """A model and settings that a reason speaks against, and the first words of its sentence."""
 
@@ -102,6 +111,11 @@ CASES = (
         without_parts(model_type="not_there"),
     ),
     Case(why_not.code_of_another, "model must be of a class of transformers", of_a_repository),
+    Case(
+        why_not.text_model_type,
+        "text_config of model_type 'internvl' must be of a verified family, got 'gpt2'",
+        with_another_text_model,
+    ),
     Case(why_not.pipeline_parallel, "pp_size must be 1", made("qwen3", of_config=TWO_STAGES)),
     Case(why_not.not_verifiable, "verify=True is for causal models of text", not_causal, VERIFY),
     Case(
@@ -120,7 +134,6 @@ CASES = (
         made("phi3"),
         UNPAD | {"share_prefixes": True},
     ),
-    Case(why_not.unpad, "unpad=True, which patch_trainer sets, must not", made("qwen2_vl"), UNPAD),
     Case(why_not.unpad, "unpad=True must not be used with a", made("llama"), OVER_RANKS | UNPAD),
     Case(
         why_not.unknown_layers,

@@ -68,7 +68,8 @@ def tiny_config(
 def draw_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Change a new model's weights so that a leak moves every output. Returns the model."""
     for name, parameter in model.named_parameters():
-        if name.endswith(("bias", "sinks")):  # they start at 0, or as they come
+        # They start at 0, or as they come; the projection of Gemma 3's images too.
+        if name.endswith(("bias", "sinks", "mm_input_projection_weight")):
             parameter.normal_(std=0.2)
         elif name.endswith("A_log"):
             # A state that is forgotten at once hardly leaks. And an output that is one product q·k

@@ -27,7 +27,7 @@ from flexvarlen.attention.backends.reference import dense_attention
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.mask.document_mask import DocumentMask
-from flexvarlen.mask.vectors import tree_bounds
+from flexvarlen.mask.vectors import runs_of, tree_bounds
 
 _MOST_SCORES = 2**25
 """Maximum H x S x Tk of the dense attention: 128 MiB in fp32."""
@@ -227,4 +227,8 @@ def _small_mask(call: AttentionCall, *, reverse: bool = False) -> DocumentMask:
     keys = [200, 5, 300][::step]
     layout_k = PackedLayout.from_lengths(keys, device=call.device) if cross else None
     prefixes = torch.full_like(layout.cu_seqlens[1:], 20) if prefix else None
-    return DocumentMask(layout, call.spec, layout_k=layout_k, prefix=prefixes)
+    runs = None
+    if call.spec.runs:  # every third group of 8 tokens
+        marked = torch.arange(layout.total_tokens, device=call.device) // 8 % 3 == 1
+        runs = runs_of(marked)
+    return DocumentMask(layout, call.spec, layout_k=layout_k, prefix=prefixes, runs=runs)

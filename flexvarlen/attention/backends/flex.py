@@ -26,12 +26,13 @@ class FlexBackend:
         """Refuse an LSE on the CPU, and batch invariance where it does not hold."""
         if call.device.type == "cpu" and (call.sinks or call.return_lse):
             return "flex returns no LSE on the CPU; use backend='reference' there."
-        if call.batch_invariant and (call.spec.prefix or call.spec.cross):
+        spec = call.spec
+        if call.batch_invariant and (spec.prefix or spec.runs or spec.cross):
             return (
-                "flex does not support prefixes or layout_k with batch_invariant; use "
+                "flex does not support prefixes, runs or layout_k with batch_invariant; use "
                 "backend='fa3' for layout_k, or, without gradients or softcap, 'sdpa'."
             )
-        if call.batch_invariant and call.spec.tree:
+        if call.batch_invariant and spec.tree:
             return "flex is not batch invariant with trees; pack each path as a document."
         if call.batch_invariant and call.needs_grad:
             return (

@@ -31,8 +31,9 @@ class NestedBackend:
     def why_not(self, call: AttentionCall) -> str | None:
         """Require a plain causal or bidirectional mask."""
         spec = call.spec
-        if (spec.left, spec.right) not in ((-1, 0), (-1, -1)) or spec.prefix or spec.chunk:
-            return "nested has no windows, chunks or prefixes; use backend='flex'."
+        ahead = spec.prefix or spec.runs
+        if (spec.left, spec.right) not in ((-1, 0), (-1, -1)) or ahead or spec.chunk:
+            return "nested has no windows, chunks, prefixes or runs; use backend='flex'."
         if spec.tree:
             return "nested has no trees; use backend='flex'."
         if spec.cross:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.boundaries import is_traced
@@ -47,14 +47,16 @@ class SdpaBackend:
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Tensor:
         """Return the loop's input, int32 `[4, capacity + 1]`: cu_seqlens of q and k, dead, prefix.
 
-        For trees, the table of their `Segments`. Syncs if the boundaries are not known on the host,
+        For trees, the table of their `Segments`. Masks with runs add start and end of each token's
+        run: int32 `[6, max(capacity + 1, T)]`. Syncs if the boundaries are not known on the host,
         except inside a compiled graph.
         """
         q, k = mask.layout, mask.layout_k
         if q.segments is not None:
             return q.segments.table
         cu_q, cu_k = q.cu_seqlens, k.cu_seqlens
-        if q.cu_seqlens_host is not None and k.cu_seqlens_host is not None:
+        on_host = q.cu_seqlens_host is not None and mask.runs is None
+        if on_host and q.cu_seqlens_host is not None and k.cu_seqlens_host is not None:
             cu_q, cu_k = q.cu_seqlens_host, k.cu_seqlens_host
         # Not zeros_like: for CUDA graphs Inductor moves zeros to the GPU, and not the boundaries.
         dead, prefix = cu_q & 0, cu_q & 0
@@ -64,7 +66,11 @@ class SdpaBackend:
                 dead |= layout.padding[first_token].to(dead)
         if mask.prefix is not None:
             prefix[:-1] = mask.prefix
-        return torch.stack([cu_q, cu_k, dead, prefix])
+        plan = torch.stack([cu_q, cu_k, dead, prefix])
+        if mask.runs is None:
+            return plan
+        width = max(plan.shape[1], mask.runs.shape[1])
+        return torch.cat([pad(x, (0, width - x.shape[1])) for x in (plan, mask.runs)])
 
     def attend(
         self,
@@ -96,12 +102,15 @@ class _Document(NamedTuple):
         rows, keys: tokens of q and of k; keys as indices if they are not contiguous.
         prefix: number of tokens of its prefix.
         spec: the mask of these keys.
+        runs: int32 `[2, L]`, start and end of each token's run, counted from the document's first
+            token, or None.
     """
 
     rows: slice
     keys: slice | Tensor
     prefix: int
     spec: MaskSpec
+    runs: Tensor | None = None
 
 
 def _documents(plan: Tensor, spec: list[int], device: torch.device) -> Iterator[_Document]:
@@ -110,11 +119,13 @@ def _documents(plan: Tensor, spec: list[int], device: torch.device) -> Iterator[
     if mask.tree:
         yield from _segments(plan, mask, device)
         return
-    cu_q, cu_k, dead, prefix = plan.tolist()
+    cu_q, cu_k, dead, prefix = plan[:4].tolist()
+    all_runs = plan[4:].cpu() if mask.runs else None
     for i, is_dead in enumerate(dead[:-1]):
         if cu_q[i + 1] > cu_q[i] and not is_dead:
             rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
-            yield _Document(rows, keys, prefix[i], mask)
+            runs = None if all_runs is None else all_runs[:, rows] - cu_q[i]
+            yield _Document(rows, keys, prefix[i], mask, runs)
 
 
 def _segments(table: Tensor, mask: MaskSpec, device: torch.device) -> Iterator[_Document]:
@@ -148,10 +159,11 @@ def _loop(
     pieces = []
     done = 0
     with _without_cudnn():
-        for rows, keys, prefix, own in _documents(plan, spec, q_THD.device):
+        for document in _documents(plan, spec, q_THD.device):
+            rows, keys = document.rows, document.keys
             pieces.append(torch.zeros_like(q_THD[done : rows.start]))
             q, k, v = take(q_THD, rows), take(k_THD, keys), take(v_THD, keys)
-            pieces.append(_one_document(q, k, v, prefix, own, scale))
+            pieces.append(_one_document(q, k, v, document, scale))
             done = rows.stop
     if not pieces:  # keep a row with only padding differentiable, with zero gradients
         pieces = [x[:0].reshape(0, *q_THD.shape[1:]) for x in (q_THD, k_THD, v_THD)]
@@ -175,14 +187,13 @@ def _without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
-def _one_document(
-    q: Tensor, k: Tensor, v: Tensor, prefix: int, mask: MaskSpec, scale: float
-) -> Tensor:
+def _one_document(q: Tensor, k: Tensor, v: Tensor, document: _Document, scale: float) -> Tensor:
+    mask = document.spec
     plain = (mask.left == UNLIMITED or mask.left >= q.shape[0] - 1) and not mask.chunk
     plainly_causal = plain and mask.ends_at_query
     seen, sees = None, None
     if not plainly_causal:
-        seen, sees = _seen(q.shape[0], k.shape[0], prefix, mask, q.device)
+        seen, sees = _seen(q.shape[0], k.shape[0], document, q.device)
     out = scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
@@ -196,19 +207,22 @@ def _one_document(
 
 
 def _seen(
-    length_q: int, length_k: int, prefix: int, mask: MaskSpec, device: torch.device
+    length_q: int, length_k: int, document: _Document, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return which keys each query sees, bool `[L, Lk]`, and which queries see any key, `[L]`.
 
     None stands for all. A query without keys gets a row of True, as a softmax over nothing is NaN.
     """
+    mask = document.spec
     if mask.right == UNLIMITED and mask.left == UNLIMITED and not (mask.causal or mask.chunk):
         return None, None
-    rows = [[0, length_q], [0, length_k], [prefix, 0]]
+    rows = [[0, length_q], [0, length_k], [document.prefix, 0]]
     cu_q, cu_k, prefixes = torch.tensor(rows, dtype=torch.int32, device="cpu")
     prefix_1 = prefixes[:1] if mask.prefix else None
     sizes = [length_q, length_k]
-    given = MaskInputs(cu_q, cu_k, None, None, prefix_1, None, sizes, mask.as_ints())
+    given = MaskInputs(
+        *(cu_q, cu_k, None, None, prefix_1, None, document.runs), sizes, mask.as_ints()
+    )
     lo, hi = query_bounds(given)
     seen = dense_mask(lo, hi, length_k).to(device)
     if not mask.cross:  # each query sees at least itself
@@ -257,22 +271,23 @@ def sdpa_backward(
     wide = torch.promote_types(k_THD.dtype, torch.float32)
     if MaskSpec.from_ints(spec).tree:  # a key belongs to several paths
         dk, dv = dk.to(wide), dv.to(wide)
-    for rows, keys, prefix, own in _documents(plan, spec, q_THD.device):
+    for document in _documents(plan, spec, q_THD.device):
+        rows, keys = document.rows, document.keys
         grad_q, q = _copied(grad, rows), _copied(q_THD, rows)
         k, v = _copied(k_THD, keys), _copied(v_THD, keys)
-        dq[rows], own_dk, own_dv = _gradients(grad_q, q, k, v, prefix, own, scale)
+        dq[rows], own_dk, own_dv = _gradients(grad_q, q, k, v, document, scale)
         dk[keys] += own_dk
         dv[keys] += own_dv
     return dq, dk.to(k_THD.dtype), dv.to(v_THD.dtype)
 
 
 def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, prefix: int, mask: MaskSpec, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, document: _Document, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq, dk and dv of one document from the probabilities, in at least fp32."""
     heads = q.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    seen, sees = _seen(q.shape[0], k.shape[0], prefix, mask, q.device)
+    seen, sees = _seen(q.shape[0], k.shape[0], document, q.device)
     if sees is not None:
         grad = torch.where(sees[:, None, None], grad, 0)
     dq = torch.empty_like(q)

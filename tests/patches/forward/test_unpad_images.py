@@ -16,15 +16,15 @@ from torch.nn.utils.rnn import pad_sequence
 import flexvarlen as fv
 from tests.patches.forward.padded_runs import (
     assert_same,
-    losses_and_gradients,
     pair,
     seen_tokens,
     unpadding,
 )
 from tests.patches.models.contract import forget_positions
-from tests.patches.models.images import IMAGE, KINDS, documents, inputs_of
+from tests.patches.models.images import BEGIN, END, IMAGE, KINDS, documents, inputs_of
 from tests.tiny_models import config_of, new_model
 
+VIDEO = 91
 ALL_KINDS = (*KINDS, "qwen3_5_moe")
 SOME = documents()[:3]  # one image, none, two
 TEXTS = [documents()[i] for i in (1, 4)]
@@ -34,22 +34,41 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def padded(some=SOME, side="right"):
-    """What a processor gives for these documents, a row each, and labels that no padding predicts.
-
-    Documents without images have no pixel_values.
-    """
+def rows_of(ids, types, side):
+    """Ids and types `[L]` of documents as a padded batch, and labels that no padding predicts."""
 
     def rows(columns, value=0):
         return pad_sequence(columns, batch_first=True, padding_value=value, padding_side=side)
 
-    labels = [torch.cat([torch.tensor([-100]), x.ids[1:]]) for x in some]
-    return inputs_of(some) | {
-        "input_ids": rows([x.ids for x in some]),
-        "mm_token_type_ids": rows([x.types for x in some]),
-        "attention_mask": rows([torch.ones_like(x.ids) for x in some]),
+    labels = [torch.cat([torch.tensor([-100]), x[1:]]) for x in ids]
+    return {
+        "input_ids": rows(ids),
+        "mm_token_type_ids": rows(types),
+        "attention_mask": rows([torch.ones_like(x) for x in ids]),
         "labels": rows(labels, -100),
     }
+
+
+def padded(some=SOME, side="right"):
+    """What a processor gives for these documents, and labels: no pixel_values without images."""
+    return inputs_of(some) | rows_of([x.ids for x in some], [x.types for x in some], side)
+
+
+def videos(kind):
+    """A batch of two documents of text and a video each: Qwen3 has text between its frames."""
+    grid = torch.tensor([(2, 4, 6), (3, 4, 4)])
+    ids, types = [], []
+    for text, (frames, height, width) in zip(([5, 6], [9]), grid.tolist(), strict=True):
+        runs, of_frame = (frames, 1) if kind.startswith("qwen3") else (1, frames)
+        tokens = of_frame * height * width // 4
+        own = [*text, *[11, BEGIN, *[VIDEO] * tokens, END] * runs, 13]
+        ids.append(torch.tensor(own))
+        types.append(2 * (ids[-1] == VIDEO).long())
+    pixels = torch.randn(int(grid.prod(-1).sum()), 96, generator=torch.Generator().manual_seed(5))
+    inputs = {"pixel_values_videos": pixels, "video_grid_thw": grid}
+    if kind == "qwen2_5_vl":
+        inputs["second_per_grid_ts"] = torch.tensor([1.0, 0.5])
+    return inputs | rows_of(ids, types, "left")
 
 
 def real_tokens(some):
@@ -69,6 +88,14 @@ def test_loss_and_hidden_states_of_a_language_model(kind, side):
     for states, of_padded in zip(found, (expected.logits, *expected.hidden_states), strict=True):
         torch.testing.assert_close(states[real], of_padded[real], rtol=1e-4, atol=1e-4)
         assert not states[~real].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_videos(kind):
+    plain, ours, shapes = pair("ImageTextToText", kind)
+    inputs = videos(kind)
+    assert_same(plain, ours, inputs)
+    assert shapes == [(1, int(inputs["attention_mask"].sum()))]
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -193,24 +220,46 @@ def test_base_model_alone():
     assert not found[~real].any()
 
 
-def test_prefixes_are_shared_by_text_alone():
-    """Equal ids may stand for different images."""
+def with_answers(document, answers, patches=None):
+    """A prompt with images, and each answer to it."""
+    made = []
+    for answer in answers:
+        ids = torch.cat([document.ids, torch.tensor(answer)])
+        types = torch.cat([document.types, torch.zeros(len(answer), dtype=torch.long)])
+        own = document.patches if patches is None else patches
+        made.append(replace(document, ids=ids, types=types, patches=own))
+    return made
+
+
+PROMPT = documents()[2]
+GROUP = [
+    *with_answers(PROMPT, [[7, 8, 9], [9, 5], [7, 8, 11, 12]]),
+    *TEXTS,
+    *with_answers(PROMPT, [[7, 8]], PROMPT.patches.flip(0)),  # the same ids, other images
+]
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_prompt_with_images_is_shared(kind):
     plain, ours, shapes = pair(
         "ImageTextToText",
-        "qwen3_vl",
+        kind,
         lambda model: fv.patch_model(copy.deepcopy(model), "sdpa", unpad=True, share_prefixes=True),
     )
-    with pytest.raises(NotImplementedError, match=r"with images or videos, .*pixel_values"):
-        ours(**padded())
-    prompt = torch.arange(3, 43)
-    rows = torch.stack([torch.cat([prompt, torch.tensor(x)]) for x in ([7, 8, 9], [9, 5, 0])])
-    inputs = {"input_ids": rows, "attention_mask": (rows > 0).long()}
-    inputs["mm_token_type_ids"] = torch.zeros_like(rows)
-    labels = rows.masked_fill(rows == 0, -100)
-    (expected, gradients), (out, found) = (
-        losses_and_gradients(model, inputs | {"labels": labels}) for model in (plain, ours)
-    )
-    assert shapes == [(1, 45)]
-    torch.testing.assert_close(out.loss, expected.loss)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5)
+    patches = []
+    ours.model.visual.register_forward_pre_hook(lambda _, given: patches.append(len(given[0])))
+    assert_same(plain, ours, padded(GROUP))
+    assert shapes == [(1, real_tokens(GROUP) - 2 * len(PROMPT.ids))]
+    assert patches == [2 * len(PROMPT.patches)]
+
+
+def test_images_without_grids_are_not_shared():
+    model = fv.patch_model(new_model("qwen3_vl"), "sdpa", unpad=True, share_prefixes=True)
+    inputs = padded(GROUP)
+    types = inputs.pop("mm_token_type_ids")
+    positions = torch.arange(types.shape[1]).expand(4, *types.shape)
+    with pytest.raises(NotImplementedError, match="share_prefixes=True shares images that come"):
+        model(**inputs, position_ids=positions)
+    short = {"pixel_values": inputs["pixel_values"][:-1], "mm_token_type_ids": types}
+    with pytest.raises(ValueError, match="pixel_values of the batch must have the patches"):
+        model(**inputs | short)

@@ -25,7 +25,7 @@ from tests import forms as batch_forms
 from tests.contract_oracle import gradients_of
 from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.patches.forward.test_packed_models import FORMS, Form, ready
-from tests.patches.models import images
+from tests.patches.models import images, tower_images
 from tests.tiny_models import (
     KINDS,
     LENGTHS,
@@ -152,6 +152,10 @@ class Images(Text):
     def batch(self, form: str) -> Batch:
         return images.ROW
 
+    def prompt(self) -> dict[str, Any]:
+        """The inputs of the first document, which ends after its images."""
+        return images.inputs_of(images.documents()[:1])
+
     def inputs(self, form: str) -> dict[str, Any]:
         inputs = images.inputs_of(images.documents())
         return {**inputs, **self.forms[form](self.family), "labels": inputs["input_ids"]}
@@ -161,11 +165,44 @@ class Images(Text):
             yield {**images.inputs_of([document]), "labels": following(document.ids)}
 
 
+@dataclass(frozen=True)
+class TowerImages(Images):
+    """As `Images`, where images replace tokens before the text model."""
+
+    forms: ClassVar[dict[str, Any]] = {
+        "packed_layout": ("packed_layout",),
+        "cu_seq_lens": ("cu_seq_lens", "cu_seq_lens_k"),
+        "positions": ("position_ids",),
+        "document_id_mask": ("document_ids",),
+    }
+
+    def model(self, **where: Any) -> Any:
+        return Text.model(self, **where)
+
+    def prompt(self) -> dict[str, Any]:
+        return tower_images.inputs_of(self.family, tower_images.documents(self.family)[:1])
+
+    def batch(self, form: str) -> Batch:
+        return batch_forms.row_of(tower_images.lengths(self.family))
+
+    def inputs(self, form: str) -> dict[str, Any]:
+        inputs = tower_images.inputs_of(self.family, tower_images.documents(self.family))
+        given, *beside = self.forms[form]
+        documents = batch_forms.given(given, self.batch(form), *beside)
+        return {**inputs, **documents, "labels": inputs["input_ids"]}
+
+    def one_by_one(self, order: tuple[tuple[int, int], ...]) -> Iterator[dict[str, Any]]:
+        for document in tower_images.documents(self.family):
+            inputs = tower_images.inputs_of(self.family, [document])
+            yield {**inputs, "labels": following(document.ids)}
+
+
 DECODERS = [name for name in BY_TYPE if name not in (*ENCODERS, *KINDS)]
 CASES: dict[str, Text] = {
     **{name: Text(name) for name in DECODERS},
     **{name: LabelledText(name) for name in ENCODERS},
     **{f"{name}, images": Images(name) for name in images.KINDS},
+    **{f"{name}, images": TowerImages(name) for name in tower_images.PROCESSORS},
 }
 
 

@@ -19,7 +19,6 @@ from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.parts import ModelParts
 from tests.backends import ON_GPU
 from tests.pairwise import sampled
-from tests.patches.models import images
 from tests.patches.models.contract import (
     CASES,
     DECODERS,
@@ -221,7 +220,7 @@ def test_generates_as_the_unpatched_model(name):
     model = shared_model(CASES[name].family)
     prompt = {"input_ids": one_row().ids[:, :20]}
     if name in IMAGES:
-        prompt = images.inputs_of(images.documents()[:1])
+        prompt = CASES[name].prompt()
     how = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
     forget_positions(model)
     before = model.generate(**prompt, output_logits=True, **how)

@@ -11,29 +11,6 @@ import flexvarlen as fv
 from tests.patches.models.test_refused_families import paligemma
 from tests.tiny_models import config_of, new_model
 
-IMAGES = {
-    "token_type_ids": torch.zeros(1, 16, dtype=torch.long),
-    "mm_token_type_ids": torch.zeros(1, 16, dtype=torch.long),
-    "pixel_values": torch.zeros(1, 3, 8, 8),
-    "pixel_values_videos": torch.zeros(1, 3, 8, 8),
-    "input_features": torch.zeros(1, 16, 8),
-    "mm_encoder_outputs": {"image": object()},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        *(("gemma3", what) for what in IMAGES),
-        *((x, "pixel_values") for x in ("gemma4", "mistral3")),
-    ],
-)
-def test_image_lost(name, what):
-    """Attention both ways inside an image of Gemma's: the placeholder mask would drop that."""
-    model = fv.patch_model(new_model(name), "sdpa")
-    with pytest.raises(NotImplementedError, match=f"{name} batch with {what}.*document per row"):
-        model(input_ids=torch.ones(1, 16, dtype=torch.long), **{what: IMAGES[what]})
-
 
 @pytest.mark.parametrize("make", [lambda: new_model("gemma3"), paligemma], ids=["gemma3", "pali"])
 def test_overlay_lost_by_the_plugin_name_alone(make):

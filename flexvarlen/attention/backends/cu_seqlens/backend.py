@@ -101,6 +101,11 @@ class CuSeqlensBackend:
             return f"{self.name} is not batch invariant with trees; pack each path as a document."
         if spec.prefix:
             return f"{self.name} has no prefixes; use backend='flex'."
+        if spec.runs:
+            return (
+                f"{self.name} has no runs of tokens that see one another both ways, as those of an "
+                "image do; use backend='flex'."
+            )
         if spec.cross and spec.chunk:
             return f"{self.name} has no chunks with layout_k; use backend='flex'."
         if spec.top_left:
