@@ -78,7 +78,8 @@ def tokenize_chat(
             template raises an error, does not continue the prompt of an answer, does not end the
             answer, or omits content, reasoning, a tool call or an argument; or the tokenizer cannot
             split a prompt from its answer; or a chat has images and `tokenizer` is no processor, or
-            an image has no data, or no placeholder in the text, or the processor's tokens differ.
+            an image has no data, or no placeholder in the text, or the processor returns other
+            tokens than its tokenizer.
         NotImplementedError: a message has audio, or a chat with images has `prompt_token_ids`.
     """
     documents: list[tuple[dict[str, Any], _Sample]] = []
@@ -171,7 +172,7 @@ def _samples(
     samples = []
     for (prompt, answer), turn, given in zip_longest(texts, turns, answers):
         ids = _tokens(prompt, answer, turn, given, processor.tokenizer, encode)
-        columns = partial(processor.columns, prompt + answer, turn, [*ids[0], *ids[1]])
+        columns = partial(processor.columns, prompt + answer, turn, [*ids[0], *ids[1]], encode)
         samples.append(_Sample(*ids, columns))
     return samples
 

@@ -46,7 +46,7 @@ def _take(part: Any, turn: int) -> tuple[Any, Media | None]:
     """A part of a message without its data, and the data of an image or video."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "image_url":  # OpenAI's form
-        kind, url = "image", part["image_url"]
+        kind, url = "image", part.get("image_url")
         part = {"type": kind, "url": url.get("url") if isinstance(url, Mapping) else url}
     if kind in ("audio", "input_audio"):
         raise NotImplementedError(f"message {turn} has audio, which cannot be packed; remove it.")
@@ -130,35 +130,35 @@ class ChatProcessor:
                 f"template, and do not write {' or '.join(self._kinds) or 'placeholders'} in texts."
             )
 
-    def columns(self, text: str, turn: int, ids: list[int]) -> dict[str, Any]:
+    def columns(self, text: str, turn: int, ids: list[int], encode: Encode) -> dict[str, Any]:
         """All outputs of the processor for a text; none if it has no image or video.
 
         Args:
             text: the prompt and the answer of a turn.
             turn: the index of the answer's message.
-            ids: the tokens of the text, with expanded placeholders.
+            ids: the tokens of the prompt, and those of the answer.
+            encode: from `encoder`.
 
         Returns:
             Tensors over images, such as `pixel_values`, as the processor returns them; columns of
-            tokens, such as `mm_token_type_ids`, as lists.
+            tokens, such as `mm_token_type_ids`, as lists of the length of ids.
 
         Raises:
             ValueError: the processor tokenizes the text in another way.
         """
         if not any(self._media[:turn]):
             return {}
-        outputs = self._processed(text, turn)
-        if outputs["input_ids"][0].tolist() != ids:
+        outputs = dict(self._processed(text, turn))
+        written = outputs.pop("input_ids")[0].tolist()
+        if written != encode(text):
             raise ValueError(
-                f"the processor must tokenize message {turn} separately from its prompt, in a chat "
-                "with images; use a chat template whose prompt ends with a whole token."
+                f"{type(self._processor).__name__} must return the tokens of its tokenizer for the "
+                f"chat up to message {turn}, but they differ; use its default options."
             )
-        left_out = ("input_ids", "attention_mask", _OFFSETS)  # a document has no padding
-        return {
-            name: value[0].tolist() if name in TOKEN_TYPES else value
-            for name, value in outputs.items()
-            if name not in left_out
-        }
+        for name in outputs.keys() & TOKEN_TYPES:
+            outputs[name] = _of_tokens(name, outputs[name][0].tolist(), written, ids)
+        left_out = ("attention_mask", _OFFSETS)  # a document has no padding
+        return {name: value for name, value in outputs.items() if name not in left_out}
 
     def _processed(self, text: str, turn: int) -> dict[str, Any]:
         """The processor's outputs for the prompt and the answer of a turn."""
@@ -179,3 +179,25 @@ class ChatProcessor:
                 )
             self._outputs[text] = dict(outputs)
         return self._outputs[text]
+
+
+def _of_tokens(name: str, values: list[int], written: list[int], ids: list[int]) -> list[int]:
+    """A column of a text's tokens, for the tokens of its prompt and its answer.
+
+    They are the text's tokens, except where one of these begins in the prompt and ends in the
+    answer. There values are 0, as for all text, provided that each depends on its token alone.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if ids == written:
+        return values
+    value_of = dict(zip(written, values, strict=True))
+    found = [value_of.get(token, 0) for token in ids]
+    is_same = [value_of[token] for token in written] == values
+    if not is_same or list(filter(None, found)) != list(filter(None, values)):
+        raise ValueError(
+            f"{name} must depend on the token alone, as a chat's prompt and answer are tokenized "
+            "separately; use a chat template whose prompt ends with a whole token."
+        )
+    return found

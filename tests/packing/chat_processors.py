@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import transformers
@@ -115,6 +116,15 @@ def processor_of(kind, folder, template=TEMPLATE):
     processor = _MAKE[kind](template)
     processor.save_pretrained(folder)
     return type(processor).from_pretrained(folder)
+
+
+def published(name):
+    """A kind of processor, and TRL's template for it, with marks around the answers."""
+    trl = pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
+    folder = Path(trl.__file__).parent / "chat_templates"
+    template = (folder / f"{name}_training.jinja").read_text(encoding="utf-8")
+    kind = "qwen3_vl" if name.startswith("qwen") else name
+    return kind, template.replace("<start_of_image>", "<boi>")
 
 
 @cache

@@ -8,14 +8,16 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from flexvarlen.packing import conversation_samples, tokenize_chat
+from flexvarlen.packing import PackedCollator, conversation_samples, tokenize_chat
 from tests.packing.chat_processors import (
     KINDS,
     TEMPLATE,
     WITH_TORCHVISION,
     image,
     processor_of,
+    published,
 )
+from tests.packing.chat_templates import SPECIAL
 
 FIRST, SECOND = "first reply\n\nof two lines", "second reply"
 
@@ -69,7 +71,8 @@ def assert_as_processed(document, chat, processor):
     )
     ids, length = document["input_ids"], len(document["input_ids"])
     own = expected["input_ids"][0].tolist()
-    assert (own[:length], processor.tokenizer.decode(own[length:])) == (ids, "\n")
+    assert own[:length] == ids
+    assert not processor.tokenizer.decode(own[length:]).strip()
     assert document.keys() - NOT_COLUMNS == expected.keys() - NOT_COLUMNS
     for name in document.keys() - NOT_COLUMNS:
         if name.endswith("token_type_ids"):
@@ -96,6 +99,48 @@ def test_a_chat_is_what_the_processor_returns_and_its_answers_are_learned(proces
     (last,) = tokenize_chat(CHAT, processor, train="last")
     assert learned(last, processor) == f"{SECOND}<|im_end|>"
     assert_same(last, document | {"assistant_masks": last["assistant_masks"]})
+
+
+def processor_of_published(name, folder):
+    """A processor with a template of TRL's, and the special tokens that it writes."""
+    kind, template = published(name)
+    processor = processor_of(kind, folder, template)
+    processor.tokenizer.add_tokens(sorted(set(SPECIAL.findall(template))), special_tokens=True)
+    return processor
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava_next", "qwen2_5_vl", "qwen3_vl"])
+def test_published_templates_and_their_marks(name, tmp_path):
+    """transformers' masks also have the white space behind an answer."""
+    processor = processor_of_published(name, tmp_path)
+    chat = [CHAT[0], answer(FIRST), CHAT[5], answer(SECOND)]
+    (document,) = tokenize_chat(chat, processor)
+    assert_as_processed(document, chat, processor)
+    marked = processor.apply_chat_template(
+        chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    pairs = list(zip(marked["input_ids"][0], marked["assistant_masks"][0], strict=True))
+    marks = processor.decode([token for token, mask in pairs if mask])
+    found = learned(document, processor)
+    if marks:  # transformers 5.17 marks nothing in a chat with images
+        assert "".join(found.split()) == "".join(marks.split())
+    for content in (FIRST, SECOND):
+        assert found.count(content) == 1
+
+
+def test_the_template_of_qwen3_6(tmp_path):
+    """It removes earlier reasoning; an empty one shares a token with the end of the prompt."""
+    processor = processor_of_published("qwen3_6", tmp_path)
+    chat = [CHAT[0], answer(FIRST), CHAT[5], answer(SECOND)]
+    documents = tokenize_chat(chat, processor)
+    assert [learned(document, processor) for document in documents] == [
+        f"\n</think>\n\n{content}<|im_end|>" for content in (FIRST, SECOND)
+    ]
+    assert [len(document["image_grid_thw"]) for document in documents] == [2, 3]
+    chat = [CHAT[0], answer(FIRST, reasoning_content="first")]
+    (document,) = tokenize_chat(chat, processor)
+    assert_as_processed(document, chat, processor)
+    assert learned(document, processor) == f"first\n</think>\n\n{FIRST}<|im_end|>"
 
 
 @pytest.mark.parametrize("processor", KINDS, indirect=True)
@@ -227,14 +272,50 @@ def test_a_template_without_the_image_is_refused(tmp_path):
         tokenize_chat(CHAT[:2], processor)
 
 
-def test_a_prompt_that_ends_inside_a_token_is_refused(tmp_path):
-    """The processor tokenizes a text at once; an engine tokenizes its prompt alone."""
-    template = TEMPLATE.replace("<|im_start|>{{ m.role }}\n", "{{ m.role }}: fi")
-    template = template.replace("<|im_start|>assistant\n", "assistant: fi")
+def test_a_prompt_that_ends_inside_a_token(tmp_path):
+    """An engine tokenizes it alone; Qwen3.5's ends with a line break, and another follows."""
+    template = TEMPLATE.replace("<|im_start|>{{ m.role }}\n", "<|im_start|>{{ m.role }}\nfi")
+    template = template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\nfi")
     processor = processor_of("qwen3_vl", tmp_path, template)
     chat = [user(picture(), text("which?")), answer("rst reply")]
-    with pytest.raises(ValueError, match="must tokenize message 1 separately from its prompt"):
-        tokenize_chat(chat, processor)
+    (document,) = tokenize_chat(chat, processor)
+    expected = processor.apply_chat_template(
+        chat, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    own, length = expected["input_ids"][0].tolist(), len(document["input_ids"])
+    assert document["input_ids"] != own[:length]
+    assert learned(document, processor) == "rst reply<|im_end|>"
+    assert processor.tokenizer.decode(document["input_ids"]) + "\n" == processor.decode(own)
+    image_token = processor.image_token_id
+    assert document["mm_token_type_ids"] == [int(x == image_token) for x in document["input_ids"]]
+    assert torch.equal(document["pixel_values"], expected["pixel_values"])
+
+
+@pytest.mark.parametrize("prompt", ["", "fi"])
+def test_values_that_do_not_depend_on_the_token(tmp_path, monkeypatch, prompt):
+    """They are the processor's where its tokens are, and otherwise unknown."""
+    template = TEMPLATE.replace("assistant\n", f"assistant\n{prompt}")
+    template = template.replace("m.role }}\n", f"m.role }}}}\n{prompt}")
+    processor = processor_of("qwen3_vl", tmp_path, template)
+    monkeypatch.setattr(
+        processor, "create_mm_token_type_ids", lambda ids: [list(range(len(x))) for x in ids]
+    )
+    chat = [user(picture(), text("which?")), answer("rst reply")]
+    if prompt:
+        with pytest.raises(ValueError, match="mm_token_type_ids must depend on the token alone"):
+            tokenize_chat(chat, processor)
+    else:
+        (document,) = tokenize_chat(chat, processor)
+        assert document["mm_token_type_ids"] == list(range(len(document["input_ids"])))
+
+
+def test_a_processor_that_changes_the_text_is_refused(processor, monkeypatch):
+    call = type(processor).__call__
+    monkeypatch.setattr(
+        type(processor), "__call__", lambda self, text, **k: call(self, text=[text[0] + "a"], **k)
+    )
+    with pytest.raises(ValueError, match="must return the tokens of its tokenizer for the chat up"):
+        tokenize_chat(CHAT, processor)
 
 
 def test_a_processor_that_does_not_say_where_images_are(processor, monkeypatch):
@@ -246,6 +327,19 @@ def test_a_processor_that_does_not_say_where_images_are(processor, monkeypatch):
     monkeypatch.setattr(type(processor), "__call__", without_offsets)
     with pytest.raises(NotImplementedError, match="does not tell where it expands images"):
         tokenize_chat(CHAT, processor)
+
+
+@pytest.mark.parametrize("processor", KINDS, indirect=True)
+def test_documents_are_collated_with_others(processor):
+    (images,), (plain,) = tokenize_chat(CHAT, processor), tokenize_chat(PLAIN, processor)
+    batch = PackedCollator(processor)([plain, images, plain])
+    assert batch["input_ids"][0].tolist() == [
+        token for document in (plain, images, plain) for token in document["input_ids"]
+    ]
+    labels = batch["labels"][0]
+    found = processor.decode(labels[labels != -100].tolist())
+    assert found == "".join(learned(document, processor) for document in (plain, images, plain))
+    assert torch.equal(batch["pixel_values"], images["pixel_values"])
 
 
 @WITH_TORCHVISION
