@@ -77,9 +77,7 @@ class ChatProcessor:
     """
 
     def __init__(self, tokenizer: Any, media: Sequence[Sequence[Media]]) -> None:
-        from transformers import ProcessorMixin
-
-        is_processor = isinstance(tokenizer, ProcessorMixin)
+        is_processor = hasattr(tokenizer, "tokenizer")
         if any(media) and not is_processor:
             raise ValueError(
                 f"a chat with images needs the model's processor, got {type(tokenizer).__name__}; "

@@ -260,7 +260,7 @@ def test_images_without_grids_are_not_shared():
     positions = torch.arange(types.shape[1]).expand(4, *types.shape)
     with pytest.raises(
         NotImplementedError,
-        match="share_prefixes=True is not supported with images of models other",
+        match="is not supported with images of models other",
     ):
         model(**inputs, position_ids=positions)
     short = {"pixel_values": inputs["pixel_values"][:-1], "mm_token_type_ids": types}
