@@ -204,6 +204,19 @@ picture = mask.save_picture("mask.png", block_size=ROW // 64)
 display(Image(picture.read_bytes(), width=460))
 
 # %% [markdown]
+# Models of images and text see the tokens of an image in order too, but for Gemma 3 and 4: there
+# they see one another both ways, which makes a square on the diagonal. Here two documents of 24
+# tokens, the first of which has an image of 12 tokens.
+
+# %%
+two = fv.PackedLayout.from_lengths([24, 24])
+is_image = torch.zeros(48, dtype=torch.bool)
+is_image[6:18] = True
+of_image = fv.DocumentMask.of(two, runs=is_image)
+picture = of_image.save_picture("image_mask.png", block_size=1)
+display(Image(picture.read_bytes(), width=460))
+
+# %% [markdown]
 # So packing saves work twice: no token is padding, and no pair of tokens from different documents
 # is computed. A row packed without such a mask pays for all those pairs and gives wrong results:
 # notebook 4 shows how wrong.
@@ -256,5 +269,8 @@ assert packed["input_ids"][0, : own.sum()].tolist() == [token for ids in chosen 
 
 # The mask keeps exactly the pairs that the documents alone have.
 assert pairs["packed, with the mask"] == pairs["each document alone"] < pairs["padded"]
+seen = of_image.to_dense()
+assert seen[6:18, 6:18].all()
+assert not seen[:24, 24:].any()
 assert filled > 0.99
 print("all checks passed")

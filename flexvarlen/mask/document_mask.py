@@ -24,6 +24,7 @@ from flexvarlen.mask.vectors import (
     dense_mask,
     query_bounds,
     query_bounds_operator,
+    runs_of,
     tree_bounds,
 )
 
@@ -98,6 +99,7 @@ class DocumentMask:
         window: int | tuple[int, int] | None = None,
         chunk: int | None = None,
         prefix: Prefix | None = None,
+        runs: Tensor | None = None,
         layout_k: PackedLayout | None = None,
         align: Align = "bottom_right",
     ) -> DocumentMask:
@@ -115,6 +117,8 @@ class DocumentMask:
                 number, one per document, or an int32 tensor `[capacity]` on the layout's device,
                 which is never read back. (In a compiled graph numbers are constants: pass a tensor
                 if they change.)
+            runs: bool `[T]`: tokens of one run of True see one another both ways, as those of an
+                image in Gemma 3.
             layout_k: the documents of the keys, for cross-attention: document i attends to document
                 i of these. Default: self-attention.
             align: with `layout_k`, where the diagonal of `causal`, `window` and `chunk` lies: the
@@ -140,6 +144,16 @@ class DocumentMask:
                 "layout must describe whole documents, got one rank's shard of a row that "
                 "splits documents; call flexvarlen.parallel.documents.documents_attention."
             )
+        if runs is not None:
+            if runs.dtype != torch.bool or runs.shape != (layout.total_tokens,):
+                raise ValueError(
+                    f"runs must be a bool tensor [{layout.total_tokens}], got {runs.dtype} "
+                    f"{list(runs.shape)}; mark each token."
+                )
+            mask = cls.of(
+                layout, causal=causal, window=window, chunk=chunk, prefix=prefix, layout_k=layout_k
+            )
+            return cls(layout, mask.spec.of_runs(), runs=runs_of(runs))
         if layout_k is None and prefix is None and not isinstance(window, tuple | list):
             spec = _plain_spec(causal, window, chunk, align)
             return cls(layout, spec if layout.segments is None else spec.of_trees())

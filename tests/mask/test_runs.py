@@ -125,3 +125,16 @@ def test_runs_in_trees_and_cross_attention():
         MaskSpec.of(causal=False).of_runs()
     with pytest.raises(ValueError, match="does not match"):
         DocumentMask(fv.PackedLayout.from_lengths([3]), MaskSpec().of_runs())
+
+
+def test_runs_that_a_caller_names():
+    layout = fv.PackedLayout.from_lengths([100, 105])
+    found = DocumentMask.of(layout, window=40, runs=marked(205))
+    expected = DocumentMask(layout, MaskSpec.of(window=40).of_runs(), runs=runs_of(marked(205)))
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    with pytest.raises(ValueError, match="runs must be a bool tensor"):
+        DocumentMask.of(layout, runs=marked(205).int())
+    with pytest.raises(ValueError, match="runs"):
+        DocumentMask.of(layout, runs=marked(205), prefix=3)
+    with pytest.raises(ValueError, match="runs"):
+        DocumentMask.of(layout, runs=marked(205), causal=False)
