@@ -42,8 +42,8 @@ Columns = Mapping[str, NDArray[Any]]
 def joined_images(rows: Sequence[Columns]) -> dict[str, Tensor]:
     """The columns of images of all rows, one after the other.
 
-    All dimensions but the first are padded with zeros at their ends, as processors pad images of
-    several sizes. Floats are float32; models convert them.
+    All dimensions but the first are padded at their ends, as processors pad images of several
+    sizes: with zeros, positions with -1. Floats are float32; models convert them.
     """
     found = {}
     for name in IMAGES:
@@ -63,7 +63,8 @@ def _joined(name: str, given: list[NDArray[Any]]) -> NDArray[Any]:
             f"{name} must have the same number of dimensions in all documents, got shapes "
             f"{sorted(shapes)}; make all documents with one processor."
         )
-    whole = np.zeros((sum(map(len, given)), *np.max(list(shapes), axis=0)), given[0].dtype)
+    fill = -1 if name.endswith("position_ids") else 0  # Gemma 4 marks padding by -1
+    whole = np.full((sum(map(len, given)), *np.max(list(shapes), axis=0)), fill, given[0].dtype)
     first = 0
     for x in given:
         whole[(slice(first, first + len(x)), *map(slice, x.shape[1:]))] = x

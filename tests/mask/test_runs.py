@@ -134,7 +134,7 @@ def test_runs_that_a_caller_names():
     assert torch.equal(found.to_dense(), expected.to_dense())
     with pytest.raises(ValueError, match="runs must be a bool tensor"):
         DocumentMask.of(layout, runs=marked(205).int())
-    with pytest.raises(ValueError, match="runs"):
+    with pytest.raises(NotImplementedError, match="runs"):
         DocumentMask.of(layout, runs=marked(205), prefix=3)
     with pytest.raises(ValueError, match="runs"):
         DocumentMask.of(layout, runs=marked(205), causal=False)

@@ -11,7 +11,7 @@ import torch
 import flexvarlen as fv
 from flexvarlen.packing import loader_pass
 from tests.packing.test_pieces import of_arrow, of_list, of_tensors, of_transform
-from tests.patches.models import images
+from tests.patches.models import images, tower_images
 from tests.tiny_models import new_model
 
 PACKERS = (fv.PackedDataset, fv.StreamPacker)
@@ -52,6 +52,25 @@ def test_a_row_is_what_one_packs_by_hand(family, kind):
         made_by_the_model = model(**batch).logits[:, :total]
     torch.testing.assert_close(logits, by_hand)
     torch.testing.assert_close(made_by_the_model, by_hand)
+
+
+@pytest.mark.parametrize("family", tower_images.PROCESSORS)
+def test_a_row_of_models_without_grids(family):
+    """Each document by a call of the processor of its own, whose padding differs."""
+    documents = tower_images.documents(family)
+    features = [tower_images.inputs_of(family, [x]) for x in documents]
+    features = [{**x, "input_ids": x["input_ids"][0]} for x in features]
+    for each in features:
+        each |= {
+            name: each[name][0] for name in ("token_type_ids", "mm_token_type_ids") if name in each
+        }
+    model = fv.patch_model(new_model(family), "sdpa")
+    row = tower_images.inputs_of(family, documents)
+    layout = fv.PackedLayout.from_lengths(tower_images.lengths(family))
+    with torch.no_grad():
+        expected = model(**row, packed_layout=layout).logits
+        found = model(**fv.PackedCollator()(features)).logits
+    torch.testing.assert_close(found, expected)
 
 
 def test_images_of_another_document_change_the_logits():
