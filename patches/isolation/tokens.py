@@ -178,10 +178,10 @@ def with_other_images(inputs: Mapping[str, Any], replaced: Sequence[slice]) -> d
 
 
 def special_tokens(config: Any) -> frozenset[int]:
-    """Every `…_token_id` of a config and of its nested configs."""
+    """Every `…_token_id` or `…_token_index` of a config and of its nested configs."""
     found: set[int] = set()
     for part in (config, config.get_text_config()):
         for name, value in vars(part).items():
-            if name.endswith("token_id") and value is not None:
+            if name.endswith(("token_id", "token_index")) and value is not None:
                 found |= {int(x) for x in (value if isinstance(value, (list, tuple)) else [value])}
     return frozenset(found)
