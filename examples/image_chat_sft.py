@@ -107,7 +107,7 @@ def main(
         arguments,
         train_dataset=train,
         eval_dataset=test,
-        data_collator=fv.PackedCollator(processor),
+        data_collator=fv.PackedCollator(processor, model=network),
         processing_class=processor,
         callbacks=[fv.IsolationCallback()],
     )

@@ -128,8 +128,8 @@ class PackedCollator:
         extra: additional columns with one value per token, as a mapping of name to padding value; a
             feature with any other column raises an error.
         next_token_labels: whether given labels are next-token labels; None: see above.
-        model: a model with positions in three dimensions (Qwen2-VL and similar), of which no weight
-            is kept; None: see above.
+        model: the model, if it takes images; of those with positions in three dimensions (Qwen2-VL
+            and similar) it gives these, and no weights are kept. None: see above.
 
     All but the tokenizer are keyword arguments, and are checked when the collator is made.
 

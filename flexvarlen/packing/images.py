@@ -106,19 +106,20 @@ class RopeIndex:
     config: Any
 
     @classmethod
-    def of(cls, model: Any) -> RopeIndex:
-        """That of a model.
+    def of(cls, model: Any) -> RopeIndex | None:
+        """That of a model, or None for a model without positions in three dimensions.
 
         Raises:
-            ValueError: it is not a model, or has no positions in three dimensions.
+            ValueError: it is not a model.
         """
-        for module in model.modules() if isinstance(model, nn.Module) else ():
-            if hasattr(module, "get_rope_index"):
-                return cls(type(module), module.config)
-        raise ValueError(
-            "model must be a model with positions in three dimensions (Qwen2-VL and similar), got "
-            f"{type(model).__name__}; leave it out for other models."
-        )
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"model must be a transformers model, got {type(model).__name__}; pass the model "
+                "that is trained."
+            )
+        having = (x for x in model.modules() if hasattr(x, "get_rope_index"))
+        found: Any = next(having, None)
+        return None if found is None else cls(type(found), found.config)
 
     def __call__(self, **inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Positions `[3, N, L]` and what decoding adds to them `[N, 1]`; see transformers."""

@@ -173,6 +173,11 @@ class ImagesOfSamples:
                 "got None; pass model=model."
             )
         rope = model if isinstance(model, RopeIndex) else RopeIndex.of(model)
+        if rope is None:
+            raise ValueError(
+                "model must have positions in three dimensions where samples have images, as "
+                f"Qwen-VL models do, got {type(model).__name__}; leave share_prefixes out."
+            )
         lengths = [len(x) for x in self.ids]
         ids, types = (torch.from_numpy(np.concatenate(x)) for x in (self.ids, self.types))
         documents = torch.arange(sum(lengths)).split(lengths)

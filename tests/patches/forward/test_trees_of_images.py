@@ -116,3 +116,5 @@ def test_mistakes_are_sentences(words):
 def test_the_model_must_be_given():
     with pytest.raises(ValueError, match="model must be given where samples have images"):
         fv.share_prefixes(SAMPLES)
+    with pytest.raises(ValueError, match="model must have positions in three dimensions"):
+        fv.share_prefixes(SAMPLES, model=new_model("llama"))
