@@ -203,7 +203,10 @@ def test_what_trees_do_not_go_with_reaches_a_kernel(model):
         ]
         refuses(model, [(words, shared | change) for words, change in of_trees])
         grid = {"image_grid_thw": torch.tensor([[1, 2, 2]])}
-        refuses(model, [("position_ids of 4 rows must be given", shared | grid)])
+        with_images = fv.patch_model(new_model("qwen2_vl"), "sdpa")
+        refuses(with_images, [("position_ids of 4 rows must be given", shared | grid)])
+        words = "a packed_layout of trees is not supported with images of models other"
+        refuses(model, [(words, shared | grid)], NotImplementedError)
     assert without == set()
 
 

@@ -13,7 +13,7 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.patches.attention.packed_forward import PackedForward
-from flexvarlen.patches.models import image_runs
+from flexvarlen.patches.batch import image_runs
 from tests.patches.models.contract import CASES
 from tests.patches.models.tower_images import PROCESSORS, documents, inputs_of, lengths
 from tests.tiny_models import new_model, one_row
