@@ -21,7 +21,7 @@ import flexvarlen as fv
 
 
 class Documents(Sequence[dict[str, Any]]):
-    """The documents of chats. Images are processed when a document is read, so none is kept."""
+    """The documents of chats; images are processed each time that a document is read."""
 
     def __init__(self, chats: list[dict[str, Any]], processor: Any) -> None:
         self.chats, self.processor = chats, processor
@@ -66,8 +66,8 @@ def main(
     model: Annotated[str, typer.Option(help="A folder or a hub name.")],
     data: Annotated[Path, typer.Option(help="A JSON-lines file.")],
     lora: Annotated[int, typer.Option(help="Rank of LoRA.")] = 16,
-    tokens: Annotated[int, typer.Option(help="Of a row; a longer chat is left out.")] = 8192,
-    patches: Annotated[int | None, typer.Option(help="Of images in a row, at most.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens per row; longer chats are dropped.")] = 8192,
+    patches: Annotated[int | None, typer.Option(help="Image patches per row (default: no limit).")] = None,
     rows: Annotated[int, typer.Option(help="Rows per rank and step.")] = 1,
     workers: Annotated[int, typer.Option(help="Processes that read images.")] = 0,
     checkpointing: Annotated[bool, typer.Option("--checkpointing")] = False,

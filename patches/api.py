@@ -83,8 +83,8 @@ def patch_model(
             Images come along as a processor gives them, with `mm_token_type_ids`.
         unpad_to_multiple_of: with `unpad`, the packed row is rounded up to a multiple of this many
             tokens; default: 1,024 in a compiled model, else 1.
-        share_prefixes: with `unpad`, compute a prefix that several rows share only once. Batches
-            with images raise an error.
+        share_prefixes: with `unpad`, compute a prefix that several rows share only once. Of images,
+            only those of Qwen-VL models; others raise an error.
         sequence_parallel_group: ranks that share each row. They call the model together, each with
             the result of `shard_row(batch, group, **shard_options(model))`.
         verify: check the patched model on a small random batch, as `verify_isolation` does; a kind

@@ -48,7 +48,8 @@ def patch_trainer(
     of DPO's chosen and rejected answers, and of GRPO's completions. GRPOTrainer and RLOOTrainer,
     which shuffle completions before they split them into batches, then shuffle blocks of
     completions of one prompt, even after their models are unpatched. It does not apply to encoders
-    among the reward models, in which rows share nothing; batches with images raise an error.
+    among the reward models, in which rows share nothing. Images of other models than Qwen-VL raise
+    an error.
 
     Works with transformers' Trainer in any padded task, and with the trainers of TRL 1.16 in the
     table of docs/preference.md. AsyncGRPOTrainer has its own prefix trees, which raise an error in

@@ -105,6 +105,8 @@ class DocumentMask:
     ) -> DocumentMask:
         """Build the intersection of all the given masks, inside each document.
 
+        `prefix` and `runs` let queries see more keys.
+
         Args:
             layout: the documents. In trees a query only sees its path, along which a window and
                 chunks are counted.
@@ -117,8 +119,9 @@ class DocumentMask:
                 number, one per document, or an int32 tensor `[capacity]` on the layout's device,
                 which is never read back. (In a compiled graph numbers are constants: pass a tensor
                 if they change.)
-            runs: bool `[T]`: tokens of one run of True see one another both ways, as those of an
-                image in Gemma 3.
+            runs: bool `[T]`, causal only: adjacent True tokens of a document also see one another
+                in both directions, as those of an image do in Gemma 3, inside the window on the
+                left.
             layout_k: the documents of the keys, for cross-attention: document i attends to document
                 i of these. Default: self-attention.
             align: with `layout_k`, where the diagonal of `causal`, `window` and `chunk` lies: the
@@ -126,9 +129,9 @@ class DocumentMask:
                 the first ("top_left").
 
         Raises:
-            ValueError: an invalid window, chunk or prefix, or layouts that do not match.
-            NotImplementedError: documents are trees, and the mask is not causal, or has a prefix or
-                `layout_k`.
+            ValueError: an invalid window, chunk, prefix or runs, or layouts that do not match.
+            NotImplementedError: documents are trees, and the mask is not causal, or has a prefix,
+                runs or `layout_k`; or runs come with a prefix or `layout_k`.
 
         No sync; traces under `fullgraph=True`.
 
@@ -145,6 +148,10 @@ class DocumentMask:
                 "splits documents; call flexvarlen.parallel.documents.documents_attention."
             )
         if runs is not None:
+            if not causal:
+                raise ValueError(
+                    "runs must be given with causal=True, got causal=False; remove one of the two."
+                )
             if runs.dtype != torch.bool or runs.shape != (layout.total_tokens,):
                 raise ValueError(
                     f"runs must be a bool tensor [{layout.total_tokens}], got {runs.dtype} "

@@ -128,8 +128,8 @@ class PackedCollator:
         extra: additional columns with one value per token, as a mapping of name to padding value; a
             feature with any other column raises an error.
         next_token_labels: whether given labels are next-token labels; None: see above.
-        model: the model, if it takes images; of those with positions in three dimensions (Qwen2-VL
-            and similar) it gives these, and no weights are kept. None: see above.
+        model: the model. Needed only for Qwen-VL and similar, whose `get_rope_index` gives the
+            position_ids of images; its weights are not kept. None: see above.
 
     All but the tokenizer are keyword arguments, and are checked when the collator is made.
 
@@ -216,7 +216,7 @@ class PackedCollator:
             return batch  # the model finds the documents by position_ids
         batch |= images
         if any(name in images for name in GRIDS):
-            self._place_images(batch, layout)
+            self._set_image_positions(batch, layout)
         batch["use_cache"] = False
         if self.boundaries == "packed_layout":
             return batch | {"packed_layout": layout}
@@ -228,7 +228,7 @@ class PackedCollator:
             "max_length_k": longest,
         }
 
-    def _place_images(self, batch: dict[str, Any], layout: PackedLayout) -> None:
+    def _set_image_positions(self, batch: dict[str, Any], layout: PackedLayout) -> None:
         """Set position_ids of 4 rows, or none, so that the model makes them."""
         if (types := batch.get("mm_token_type_ids")) is None:
             raise ValueError(
@@ -294,7 +294,9 @@ class PackedCollator:
         columns = {name: row[name] for name in names if name in row}
         if "labels" in row:
             columns[_GIVEN] = row["labels"]
-        columns = {"labels": text_alone(row), **columns}
+        if "labels" not in row:
+            is_masked = any(name in row for name in LOSS_MASKS)
+            columns["labels"] = tokens if is_masked else text_alone(row)
         for name in LOSS_MASKS:
             if name in row:
                 columns["labels"] = np.where(row[name] != 0, columns["labels"], IGNORE_INDEX)

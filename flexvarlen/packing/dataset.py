@@ -62,8 +62,8 @@ class PackedDataset(Dataset[list[Columns]]):
             same for all rows of a step, so that no rank waits for another. The loader must not
             shuffle them: in Trainer, set `train_sampling_strategy="sequential"`. None: rows keep
             their order.
-        max_patches: the most rows of `pixel_values` and `pixel_values_videos` in a row: patches in
-            Qwen's models, images or their tiles in others. None: any number.
+        max_patches: the most patches of images and videos in a row, for Qwen's models; for others
+            the most images, or tiles where images are cut into tiles. None: any number.
 
     Attributes:
         num_long: number of examples longer than `tokens`, or of more than `max_patches`.
@@ -117,7 +117,7 @@ class PackedDataset(Dataset[list[Columns]]):
         self.dataset, self.extra = dataset, tuple(extra)
         self.next_token_labels = next_token_labels
         self.num_long = self.num_dropped = 0
-        self._examples, self._starts, self._stops, self._parts = self._pieces()
+        self._examples, self._starts, self._stops, self._costs = self._pieces()
         self._plan, self._ends = self._planned(strategy)
         # An epoch, the pieces of its rows, and the order of the rows.
         self._drawn: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -162,7 +162,7 @@ class PackedDataset(Dataset[list[Columns]]):
 
     def _planned(self, strategy: Strategy) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The pieces of all rows, one row after the other, and the boundaries of the rows."""
-        rows = pack(self._parts, self.limits.tokens, strategy=strategy)
+        rows = pack(self._costs, self.limits.tokens, strategy=strategy)
         if self.seed is not None:
             np.random.default_rng(self.seed).shuffle(rows)
         ends = np.cumsum([0, *map(len, rows)])
@@ -177,12 +177,12 @@ class PackedDataset(Dataset[list[Columns]]):
         return self._drawn[1:]
 
     def _swapped(self, epoch: int) -> NDArray[np.int64]:
-        """The plan with pieces swapped that have equal lengths, and equal parts of rows."""
+        """The plan with pieces swapped that have equal lengths and equal costs."""
         if self.seed is None:
             return self._plan
-        equal = self._stops - self._starts, self._parts
-        keys = np.random.default_rng([self.seed, epoch]).random(self._parts.size)
-        swapped = np.empty(self._parts.size, np.int64)
+        equal = self._stops - self._starts, self._costs
+        keys = np.random.default_rng([self.seed, epoch]).random(self._costs.size)
+        swapped = np.empty(self._costs.size, np.int64)
         swapped[np.lexsort(equal)] = np.lexsort((keys, *equal))
         return swapped[self._plan]
 
@@ -204,7 +204,7 @@ class PackedDataset(Dataset[list[Columns]]):
         return piece_of(row, start, stop, bool(self.next_token_labels))
 
     def _pieces(self) -> tuple[NDArray[Any], ...]:
-        """Examples, starts, stops and parts of rows of the pieces that give a loss."""
+        """Examples, starts, stops and costs of the pieces that give a loss."""
         found, given, differs = [], False, False
         for begin, lengths, patches, columns in blocks(self.dataset, self.extra):
             cut = self.limits.cut(lengths, patches, "dataset[{}]", begin)
@@ -214,7 +214,7 @@ class PackedDataset(Dataset[list[Columns]]):
             given |= labels is not None
             differs |= labels is not None and differ(labels, columns["input_ids"])
             first, last = labelled_spans(columns, lengths, cut)
-            spans = (x.astype(np.int32) for x in (cut.starts, cut.stops, cut.parts))
+            spans = (x.astype(np.int32) for x in (cut.starts, cut.stops, cut.costs))
             found.append((cut.examples + begin, *spans, last > first, last >= first))
         if self.next_token_labels is None or not given:  # the collator makes next-token labels
             self.next_token_labels = not (given and differs)

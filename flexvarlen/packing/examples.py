@@ -120,6 +120,8 @@ def _of_arrow(
     table = dataset.with_format("arrow", columns=["input_ids", *names])[begin:end]
     lengths: Columns = {}
     for name in table.column_names:
+        if name in PIXELS and _depth(table.column(name).type) == 5:
+            return None  # images of tiles
         lists = table.column(name).chunks
         flat = (name in PIXELS or not hasattr(x.values, "offsets") for x in lists)
         if not all(hasattr(x, "offsets") for x in lists) or not all(flat):
@@ -137,6 +139,11 @@ def _of_arrow(
     if "labels" in columns and why_not_labels("labels", columns["labels"]) is not None:
         return None
     return lengths["input_ids"].astype(np.int64), patches, columns
+
+
+def _depth(kind: Any) -> int:
+    """How many lists of lists an Arrow type holds."""
+    return 1 + _depth(kind.value_type) if hasattr(kind, "value_type") else 0
 
 
 def joined(
@@ -168,14 +175,14 @@ class Pieces:
 
     Attributes:
         examples, starts, stops: the example of each, and its tokens there.
-        parts: the tokens that it takes of a row, or its patches' part of it if that is more.
+        costs: the tokens of a row that each takes, or its patches scaled to tokens if that is more.
         num_long: number of examples larger than a row.
     """
 
     examples: NDArray[np.int64]
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
-    parts: NDArray[np.int64]
+    costs: NDArray[np.int64]
     num_long: int
 
 
@@ -202,10 +209,11 @@ class RowLimits:
             patches = require_int_at_least("max_patches", patches, 1)
         return cls(require_int_at_least("tokens", tokens, 1), patches, long)
 
-    def parts_of_rows(
-        self, lengths: NDArray[np.int64], patches: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """A row in which the parts of its documents fit has neither too many tokens nor patches."""
+    def costs(self, lengths: NDArray[np.int64], patches: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of a row that each takes, or its patches scaled to tokens if that is more.
+
+        A row whose documents cost at most `tokens` has neither too many tokens nor patches.
+        """
         if self.patches is None:
             return lengths
         return np.maximum(lengths, -(-patches * self.tokens // self.patches))
@@ -223,8 +231,8 @@ class RowLimits:
             ValueError: an example with images would be cut. Examples are `called` "dataset[{}]" or
                 similar, from number `begin` on.
         """
-        parts = self.parts_of_rows(lengths, patches)
-        long = parts > self.tokens
+        costs = self.costs(lengths, patches)
+        long = costs > self.tokens
         if self.long != "drop" and (cut := long & (patches > 0)).any():
             index = int(cut.argmax())
             raise ValueError(
@@ -235,12 +243,12 @@ class RowLimits:
         if self.long == "split":
             examples, starts, stops = cut_into(lengths, self.tokens)
         else:
-            most = self.tokens if self.long == "drop" else parts.max(initial=0)
-            examples = np.flatnonzero((lengths > 0) & (parts <= most))
+            most = self.tokens if self.long == "drop" else costs.max(initial=0)
+            examples = np.flatnonzero((lengths > 0) & (costs <= most))
             starts = np.zeros_like(examples)
             stops = np.minimum(lengths[examples], self.tokens)
-        parts = np.where(patches[examples] > 0, parts[examples], stops - starts)
-        return Pieces(examples, starts, stops, parts, int(long.sum()))
+        costs = np.where(patches[examples] > 0, costs[examples], stops - starts)
+        return Pieces(examples, starts, stops, costs, int(long.sum()))
 
 
 def piece_of(columns: Columns, start: int, stop: int, next_token_labels: bool) -> Columns:

@@ -73,20 +73,31 @@ def _joined(name: str, given: list[NDArray[Any]]) -> NDArray[Any]:
 
 
 def num_patches(columns: Columns) -> int:
-    """Number of rows of `PIXELS` in a document."""
-    return sum(len(columns[name]) for name in PIXELS if name in columns)
+    """Patches of a document in Qwen's models; images, or their tiles, in others."""
+    pixels = [columns[name] for name in PIXELS if name in columns]
+    return sum(len(x) * (x.shape[1] if x.ndim == 5 else 1) for x in pixels)  # images of tiles
 
 
-def has_images(columns: Columns) -> bool:
-    """Whether a document has images or videos."""
-    return any(name in columns and len(columns[name]) for name in IMAGES)
+def has_images(columns: Mapping[str, Any]) -> bool:
+    """Whether a document, or a batch, has images or videos."""
+    given = (columns.get(name) for name in (*PIXELS, *GRIDS))
+    return any(x is not None and len(x) > 0 for x in given)
 
 
 def text_alone(columns: Columns) -> NDArray[Any]:
-    """The input_ids as labels: -100 at tokens of images."""
+    """The input_ids as labels: -100 at tokens of images.
+
+    Raises:
+        ValueError: nothing says which these are.
+    """
     tokens, types = columns["input_ids"], columns.get("mm_token_type_ids")
     if types is None and has_images(columns):
         types = columns.get("token_type_ids")  # Gemma 3; elsewhere two sentences
+        if types is None:
+            raise ValueError(
+                "features with images must have labels, or token types by which tokens of images "
+                "get none; call the processor with return_mm_token_type_ids=True."
+            )
     return tokens if types is None else np.where(types == 0, tokens, IGNORE_INDEX)
 
 

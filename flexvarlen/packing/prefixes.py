@@ -17,9 +17,13 @@ from flexvarlen.layout.labels import IGNORE_INDEX, why_not_labels
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.packing.collator import pad_token_id_of
-from flexvarlen.packing.images import RopeIndex
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING, is_dispatched
-from flexvarlen.packing.tree_images import SAMPLE_COLUMNS, ImagesOfSamples, any_images
+from flexvarlen.packing.tree_images import (
+    SAMPLE_COLUMNS,
+    ImagesOfSamples,
+    any_images,
+    rope_index_of,
+)
 
 Sample = Mapping[str, Any] | Sequence[int] | Tensor
 _IDS = "tokenize it, and pass token ids"
@@ -119,7 +123,7 @@ def share_prefixes(
     samples. Branches begin at the first token that differs, or, where several branches have labels
     there, one token before it. Equal samples share everything, and a sample that others continue is
     the beginning of one of them. A label that is not its own token counts as a difference, and so
-    does another image: the vision tower computes one that samples share once.
+    does a different image. An image in a shared prefix goes through the vision tower once.
 
     Args:
         samples: token ids, or mappings with `input_ids` and optionally `labels`, aligned with the
@@ -132,7 +136,7 @@ def share_prefixes(
         max_depth: maximum number of segments on a path; below, samples share nothing. Default:
             no bound.
         min_tokens: minimum length of a shared segment; a shorter one is repeated in each branch.
-        model: the model, where samples have images; it gives their tokens' positions.
+        model: the model; needed if samples have images, to compute their position_ids.
 
     Raises:
         ValueError: there are no samples, one has no tokens or another number of labels than of
@@ -156,7 +160,7 @@ def share_prefixes(
     pad_token_id = pad_token_id_of(None, pad_token_id)
     rows, is_label = zip(*map(_with_labels, range(len(samples)), samples), strict=True)
     images = ImagesOfSamples(samples, [x[:, 0] for x in rows]) if any_images(samples) else None
-    compared = rows if images is None else images.shared.compared_with(rows)
+    compared = rows if images is None else images.shared.with_image_ids(rows)
     tree = PrefixTree(compared, is_label, max_depth=max_depth, min_tokens=min_tokens)
     layout = PackedLayout.from_tree(
         tree.lengths,
@@ -251,8 +255,8 @@ class TreeCollator:
     model: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, RopeIndex | None):
-            object.__setattr__(self, "model", RopeIndex.of(self.model))
+        if self.model is not None:
+            object.__setattr__(self, "model", rope_index_of(self.model))
         checked_sizes(self.total_tokens, self.capacity, self.max_seqlen_bound)
         _checked(self.min_tokens, self.max_depth)
         pad_token_id_of(self.tokenizer, self.pad_token_id)

@@ -238,9 +238,9 @@ class StreamPacker(IterableDataset[list[Columns]]):
         """Half of the buffer's rows, the oldest document's first, and the remaining documents."""
         lengths = np.array([document["input_ids"].size for document in waiting])
         patches = np.array([num_patches(document) for document in waiting])
-        parts = self.limits.parts_of_rows(lengths, patches)
-        rows = pack(parts, self.limits.tokens)
-        rows.sort(key=lambda row: (0 not in row, -int(parts[row].sum())))
+        costs = self.limits.costs(lengths, patches)
+        rows = pack(costs, self.limits.tokens)
+        rows.sort(key=lambda row: (0 not in row, -int(costs[row].sum())))
         rows = rows[: (len(rows) + 1) // 2]
         gone = {index for row in rows for index in row}
         left = [each for i, each in enumerate(waiting) if i not in gone]

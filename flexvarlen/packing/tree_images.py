@@ -18,7 +18,14 @@ from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
-from flexvarlen.packing.images import GRIDS, PIXELS, RopeIndex, joined_images, rope_positions
+from flexvarlen.packing.images import (
+    GRIDS,
+    PIXELS,
+    RopeIndex,
+    has_images,
+    joined_images,
+    rope_positions,
+)
 
 TYPES = "mm_token_type_ids"
 SAMPLE_COLUMNS = (TYPES, *GRIDS, *PIXELS, "second_per_grid_ts")
@@ -42,15 +49,29 @@ class Image(NamedTuple):
 
 def any_images(samples: Sequence[Any]) -> bool:
     """Whether a sample has columns of images."""
-    mappings = (x for x in samples if isinstance(x, Mapping))
-    return any(sample.get(name) is not None for sample in mappings for name in (*PIXELS, *GRIDS))
+    return any(isinstance(x, Mapping) and has_images(x) for x in samples)
 
 
-def images_in(called: str, types: NDArray[np.int64], columns: Mapping[str, Any]) -> list[Image]:
+def rope_index_of(model: Any) -> RopeIndex:
+    """That of a model whose samples share images.
+
+    Raises:
+        ValueError: the model has no positions in three dimensions.
+    """
+    found = model if isinstance(model, RopeIndex) else RopeIndex.of(model)
+    if found is None:
+        raise ValueError(
+            "model must have positions in three dimensions, as Qwen-VL models do, where samples "
+            f"have images, got {type(model).__name__}; leave model out for samples of text."
+        )
+    return found
+
+
+def images_in(name: str, types: NDArray[np.int64], columns: Mapping[str, Any]) -> list[Image]:
     """Images and videos, in the order of their first tokens.
 
     Args:
-        called: how an error names whose they are, such as "sample 3".
+        name: whose they are, for errors, such as "sample 3".
         types: int64 `[L]`.
         columns: of images; grids on the host.
 
@@ -63,11 +84,16 @@ def images_in(called: str, types: NDArray[np.int64], columns: Mapping[str, Any])
         grid = np.asarray(columns.get(grid_name, np.zeros((0, 3), np.int64)))
         rows, patches = len(columns.get(pixels_name, ())), grid.prod(-1)
         per_token, rest = divmod(rows, max(len(tokens), 1))
-        if patches.sum() != rows or rest or (patches % max(per_token, 1)).any():
+        if (
+            patches.sum() != rows
+            or (rows and not len(tokens))
+            or rest
+            or (patches % max(per_token, 1)).any()
+        ):
             raise ValueError(
-                f"{pixels_name} of {called} must have the patches of {grid_name}, and as many for "
-                f"each of {len(tokens)} tokens of {TYPES}, got {rows}; pass what the processor of "
-                "a Qwen-VL model returns."
+                f"{pixels_name} of {name} must have the patches of {grid_name}, and the "
+                f"same number for each of {len(tokens)} tokens of {TYPES}, got {rows}; pass what "
+                "the processor of a Qwen-VL model returns."
             )
         ends = np.cumsum([0, *patches]) // max(per_token, 1)
         for index, (a, b) in enumerate(pairwise(ends.tolist())):
@@ -97,7 +123,7 @@ class SharedImages:
             for index, what in enumerate(zip(map(tuple, grid), seconds, hashes, strict=True)):
                 self._keys[kind, index] = known.setdefault((kind, what), len(known) + 1)
 
-    def compared_with(self, rows: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+    def with_image_ids(self, rows: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
         """The rows `[L, C]` with a number more: of the image that a token belongs to, 0 at text."""
         found = []
         for row, images in zip(rows, self.images, strict=True):
@@ -120,7 +146,7 @@ class SharedImages:
                     taken[kind].append(number)
                     if tokens[-1] >= stop:
                         raise ValueError(
-                            f"samples must not part inside an image, got one in sample {sample}; "
+                            f"samples must not branch inside an image, got one in sample {sample}; "
                             "let a token of text follow it, before labels differ."
                         )
         found = {}
@@ -169,15 +195,10 @@ class ImagesOfSamples:
         """What the model gets of images; see `SharedPrefixes`."""
         if model is None:
             raise ValueError(
-                "model must be given where samples have images, whose tokens it gives positions, "
-                "got None; pass model=model."
+                "model must be given where samples have images, to compute their position_ids, got "
+                "None; pass model=model."
             )
-        rope = model if isinstance(model, RopeIndex) else RopeIndex.of(model)
-        if rope is None:
-            raise ValueError(
-                "model must have positions in three dimensions where samples have images, as "
-                f"Qwen-VL models do, got {type(model).__name__}; leave share_prefixes out."
-            )
+        rope = rope_index_of(model)
         lengths = [len(x) for x in self.ids]
         ids, types = (torch.from_numpy(np.concatenate(x)) for x in (self.ids, self.types))
         documents = torch.arange(sum(lengths)).split(lengths)
@@ -194,7 +215,11 @@ class ImagesOfSamples:
 
 
 def _hashes(pixels: Tensor, patches: Tensor) -> list[int]:
-    """A 64-bit number for each image: those of equal images are equal."""
+    """A 64-bit number for each image: equal for equal images.
+
+    Of random weights, so that two images that differ get equal ones with a probability below
+    2**-40. Bits are not compared: pixels would have to be copied to the host.
+    """
     of_bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = pixels.contiguous().view(of_bits[pixels.element_size()]).flatten(1)
     image = torch.arange(len(patches), device=pixels.device).repeat_interleave(

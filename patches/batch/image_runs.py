@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flexvarlen.mask.vectors import runs_of
+from flexvarlen.packing.images import has_images
 from flexvarlen.patches.batch.given import Given
-from flexvarlen.patches.batch.positions import has_images
 from flexvarlen.patches.batch.row import ImageRuns
 from flexvarlen.patches.models.layers import FULL, SLIDING
 from flexvarlen.patches.parts import ModelParts

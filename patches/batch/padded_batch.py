@@ -199,7 +199,7 @@ def share_prefixes_of_rows(
             )
         types = 2 + list(compared).index(TYPES)
         images = _images_of([row[:, types] for row in rows], inputs)
-        rows = images.compared_with(rows)
+        rows = images.with_image_ids(rows)
     tree = PrefixTree(rows, min_tokens=MIN_SHARED_TOKENS)
     tokens = sum(tree.lengths)
     if tokens == sum(lengths):

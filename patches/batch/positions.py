@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.packing.images import GRIDS, PIXELS, rope_positions
+from flexvarlen.packing.images import GRIDS, has_images, rope_positions
 from flexvarlen.patches.batch.given import Given
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
@@ -119,11 +119,6 @@ def positions_by_run(layout: PackedLayout, positions_BS: Tensor, row_tokens: int
 
 
 # ---- images of Qwen2-VL and similar ----
-
-
-def has_images(inputs: dict[str, Any]) -> bool:
-    """Whether the arguments include images or videos."""
-    return any(inputs.get(name) is not None for name in (*GRIDS, *PIXELS))
 
 
 def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> Tensor:

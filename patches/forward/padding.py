@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import to_int_or_none
+from flexvarlen.packing.images import has_images
 from flexvarlen.patches.batch.given import Given, Inputs, read_arguments
 from flexvarlen.patches.batch.labels import next_token_labels
 from flexvarlen.patches.batch.padded_batch import (
@@ -17,7 +18,7 @@ from flexvarlen.patches.batch.padded_batch import (
     find_padding,
     share_prefixes_of_rows,
 )
-from flexvarlen.patches.batch.positions import has_images, padded_positions
+from flexvarlen.patches.batch.positions import padded_positions
 from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.forward.head_checks import check_document_labels, wrap_loss
 from flexvarlen.patches.forward.make_row import is_compiled

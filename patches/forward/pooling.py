@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.packing.images import has_images
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.batch.padded_batch import PaddedBatch, pad_documents
-from flexvarlen.patches.batch.positions import has_images
 from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.head_checks import check_document_labels

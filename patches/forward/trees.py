@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flexvarlen.layout.labels import LABEL_COUNTS
+from flexvarlen.packing.images import has_images
 from flexvarlen.patches.batch.given import Given
-from flexvarlen.patches.batch.positions import has_images
 from flexvarlen.patches.refusal import Refusal
 from flexvarlen.patches.why_not import why_no_trees
 

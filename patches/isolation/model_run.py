@@ -159,7 +159,8 @@ class IsolationRun:
         given = {
             key: x if isinstance(x, Tensor) else copy.deepcopy(x) for key, x in self.inputs.items()
         }
-        given |= {"input_ids": ids, **with_other_images(self.inputs, tokens)}
+        image_token = getattr(self.inner.config, "image_token_id", None)
+        given |= {"input_ids": ids, **with_other_images(self.inputs, tokens, image_token)}
         embeddings: list[Tensor] = []
 
         def cut(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -148,14 +148,20 @@ def with_other_tokens(
     return changed
 
 
-def with_other_images(inputs: Mapping[str, Any], replaced: Sequence[slice]) -> dict[str, Tensor]:
+def with_other_images(
+    inputs: Mapping[str, Any], replaced: Sequence[slice], image_token: int | None
+) -> dict[str, Tensor]:
     """The pixels of a batch, other ones where an image's tokens lie in replaced documents.
+
+    The tokens of images are known by their types, or by their id.
 
     Each token of images must stand for equally many rows of the pixels, as in Qwen-VL models, or
     each row for equally many tokens. Pixels of which this is not so are left out.
     """
     found: dict[str, Tensor] = {}
     types = next((x for name in TOKEN_TYPES if (x := inputs.get(name)) is not None), None)
+    if types is None and image_token is not None:
+        types = (inputs["input_ids"] == image_token).long()
     for kind, name in enumerate(PIXELS, start=1):
         pixels = inputs.get(name)
         if not isinstance(pixels, Tensor) or types is None:

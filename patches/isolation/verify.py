@@ -61,10 +61,11 @@ def verify_isolation(
         model: any transformers model with one stack of layers (decoders, encoders, hybrids), or a
             wrapper of one. A compiled graph hides its layers: only its outputs are tested.
         batch: keyword arguments of its forward, with integer `input_ids` `[B, S]`; passed
-            unchanged, except for the tokens, labels, and a cache (copied). Moved to the model's
-            device. The documents are found by the contract of `patch_model`, or in `seq_idx`
-            `[B, S]`; padding is not a document. A `PackedBatch` is passed as input_ids and
-            position_ids.
+            unchanged, except for the tokens, labels, and a cache (copied). Images of replaced
+            documents are replaced too where each takes as many tokens, or each token as many
+            patches. Moved to the model's device. The documents are found by the contract of
+            `patch_model`, or in `seq_idx` `[B, S]`; padding is not a document. A `PackedBatch` is
+            passed as input_ids and position_ids.
         gradients: whether to test gradients; None: if the model supports it. The forwards then run
             with gradients enabled.
         documents: the number of documents to replace (chosen by `seed`), or their indices; all

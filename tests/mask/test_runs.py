@@ -136,5 +136,5 @@ def test_runs_that_a_caller_names():
         DocumentMask.of(layout, runs=marked(205).int())
     with pytest.raises(NotImplementedError, match="runs"):
         DocumentMask.of(layout, runs=marked(205), prefix=3)
-    with pytest.raises(ValueError, match="runs"):
+    with pytest.raises(ValueError, match="runs must be given with causal=True"):
         DocumentMask.of(layout, runs=marked(205), causal=False)

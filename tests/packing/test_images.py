@@ -59,7 +59,9 @@ def test_a_row_of_models_without_grids(family):
     """Each document by a call of the processor of its own, whose padding differs."""
     documents = tower_images.documents(family)
     features = [tower_images.inputs_of(family, [x]) for x in documents]
-    features = [{**x, "input_ids": x["input_ids"][0]} for x in features]
+    features = [
+        {**x, "input_ids": x["input_ids"][0], "labels": x["input_ids"][0]} for x in features
+    ]
     for each in features:
         each |= {
             name: each[name][0] for name in ("token_type_ids", "mm_token_type_ids") if name in each
@@ -95,7 +97,8 @@ def test_a_text_row_of_a_processor_has_positions_of_its_own():
 def test_images_of_several_sizes_are_padded_with_zeros():
     """As Pixtral's processor pads those of one call."""
     one, two = np.ones((1, 3, 4, 6), np.float64), np.ones((2, 3, 8, 2), np.float64)
-    given = [{"input_ids": [5, 6], "pixel_values": x, "image_sizes": [[4, 6]]} for x in (one, two)]
+    tokens = {"input_ids": [5, 6], "completion_mask": [0, 1], "image_sizes": [[4, 6]]}
+    given = [tokens | {"pixel_values": x} for x in (one, two)]
     batch = fv.PackedCollator()([{"input_ids": [1, 2]}, *given])
     assert batch["pixel_values"].shape == (3, 3, 8, 6)
     assert batch["pixel_values"].dtype == torch.float32
@@ -132,7 +135,8 @@ TYPES = {"mm_token_type_ids": [0, 1]}
 @pytest.mark.parametrize(
     ("words", "features"),
     [
-        ("features with images must have mm_token_type_ids", [IMAGE]),
+        ("features with images must have mm_token_type_ids", [IMAGE | {"labels": [1, 2]}]),
+        ("features with images must have labels, or token types", [IMAGE]),
         (
             "input_ids must be one document where it has images, got 2 rows",
             {**IMAGE, "input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [1, 1]]},

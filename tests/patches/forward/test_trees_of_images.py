@@ -103,7 +103,8 @@ WRONG = {
         SAMPLES[0],
         SAMPLES[1] | {"mm_token_type_ids": torch.zeros(2, dtype=torch.long)},
     ],
-    "samples must not part inside an image": without_text_after(),
+    "the same number for each of 0 tokens": [SAMPLES[0] | {"mm_token_type_ids": None}],
+    "samples must not branch inside an image": without_text_after(),
 }
 
 
@@ -117,4 +118,4 @@ def test_the_model_must_be_given():
     with pytest.raises(ValueError, match="model must be given where samples have images"):
         fv.share_prefixes(SAMPLES)
     with pytest.raises(ValueError, match="model must have positions in three dimensions"):
-        fv.share_prefixes(SAMPLES, model=new_model("llama"))
+        fv.TreeCollator(model=new_model("llama"))
