@@ -204,9 +204,9 @@ picture = mask.save_picture("mask.png", block_size=ROW // 64)
 display(Image(picture.read_bytes(), width=460))
 
 # %% [markdown]
-# In most models image tokens are causal, as text is. In Gemma 3 and 4 the tokens of an image see one
-# another in both directions: a square on the diagonal. Here are two documents of 24 tokens; the
-# first has an image of 12 tokens.
+# In most models image tokens are causal, as text is. In Gemma 3 and 4 the tokens of an image see
+# one another in both directions: a square on the diagonal. Here are two documents of 24 tokens;
+# the first has an image of 12 tokens.
 
 # %%
 two = fv.PackedLayout.from_lengths([24, 24])

@@ -67,7 +67,7 @@ def main(
     data: Annotated[Path, typer.Option(help="A JSON-lines file.")],
     lora: Annotated[int, typer.Option(help="Rank of LoRA.")] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens per row; longer chats are dropped.")] = 8192,
-    patches: Annotated[int | None, typer.Option(help="Image patches per row (default: no limit).")] = None,
+    patches: Annotated[int | None, typer.Option(help="Image patches per row, at most.")] = None,
     rows: Annotated[int, typer.Option(help="Rows per rank and step.")] = 1,
     workers: Annotated[int, typer.Option(help="Processes that read images.")] = 0,
     checkpointing: Annotated[bool, typer.Option("--checkpointing")] = False,
