@@ -83,13 +83,13 @@ def test_a_wrong_reference_model_is_found(tmp_path):
     case = replace(SUITE.cases(QUICK)[0], shortest=128, longest=500, layers=2)
     run = preference._Run(case, QUICK, str(tmp_path))
     trainer = run.make("auto")
-    assert run.verdict(run.eagerly(trainer)[0])[1] is None
+    assert run.verdict(run.eagerly(trainer, run.batches[0])[0])[1] is None
 
     def smaller(module, args, output):
         output["last_hidden_state"] = 0.8 * output["last_hidden_state"]
 
     trainer.ref_model.base_model.register_forward_hook(smaller)
-    assert "is more than" in run.verdict(run.eagerly(trainer)[0])[1]
+    assert "is more than" in run.verdict(run.eagerly(trainer, run.batches[0])[0])[1]
 
 
 def test_without_trl_the_cases_are_unsupported(tmp_path, monkeypatch):

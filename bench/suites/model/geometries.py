@@ -28,6 +28,8 @@ Geometry = Callable[[int | None], PretrainedConfig]
 def _geometry(family: str, shape: dict[str, Any]) -> Geometry:
     def config(layers: int | None) -> PretrainedConfig:
         chosen = {} if layers is None else {"num_hidden_layers": layers}
+        if "text_config" in shape:
+            chosen = {"text_config": shape["text_config"] | chosen}
         found: PretrainedConfig = AutoConfig.for_model(family, **shape | chosen)
         return found
 
@@ -62,11 +64,48 @@ _QWEN3_5_2B: dict[str, Any] = {
     **{f"linear_num_{name}_heads": 16 for name in ("key", "value")},
     **{f"linear_{name}_head_dim": 128 for name in ("key", "value")},
 }
+_QWEN3_VL_2B: dict[str, Any] = {
+    "text_config": PUBLISHED["qwen3"]["1.7b"]
+    | {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5_000_000.0,
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "out_hidden_size": 2048,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+    "tie_word_embeddings": True,
+}
 _TINY = {name: PUBLISHED[name]["tiny"] | {"initializer_range": 0.02} for name in PUBLISHED}
 _TINY_HYBRID = _TINY["qwen3_5_text"] | dict.fromkeys(
     ("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 64
 )
 _TINY_EXPERTS = _TINY["qwen3"] | {"num_experts": 8, "moe_intermediate_size": 32}
+_TINY_IMAGES: dict[str, Any] = {
+    "text_config": _TINY["qwen3"]
+    | {"rope_parameters": {"rope_type": "default", "mrope_section": [6, 5, 5]}},
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 4,
+        "num_position_embeddings": 64,
+        "out_hidden_size": 64,
+        "deepstack_visual_indexes": [0],
+    },
+    **{
+        f"{name}_token_id": 1020 + i
+        for i, name in enumerate(("vision_start", "vision_end", "image", "video"))
+    },
+}
 _TINY_ENCODER: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -86,6 +125,8 @@ GEOMETRIES: dict[str, Geometry] = {
     "modernbert-base": _geometry("modernbert", {}),
     "qwen3.5-2b": _geometry("qwen3_5_text", _QWEN3_5_2B),
     "qwen3-30b-a3b": _geometry("qwen3_moe", _QWEN3_30B_A3B),
+    "qwen3-vl-2b": _geometry("qwen3_vl", _QWEN3_VL_2B),
+    "qwen3-vl-tiny": _geometry("qwen3_vl", _TINY_IMAGES),
     "qwen3-tiny": _geometry("qwen3", _TINY["qwen3"]),
     "llama-tiny": _geometry("llama", _TINY["llama"]),
     "modernbert-tiny": _geometry("modernbert", _TINY_ENCODER),
@@ -104,6 +145,7 @@ GEOMETRY_TITLES = {
     "modernbert-base": "ModernBERT-base",
     "qwen3.5-2b": "Qwen3.5-like, 2B",
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "qwen3-vl-2b": "Qwen3-VL-2B",
 }
 """Titles for headings; tiny models use their own names."""
 
@@ -136,7 +178,7 @@ class GeometryCase(FrozenCase):
 
     @property
     def vocab_size(self) -> int:
-        found: int = GEOMETRIES[self.geometry](self.layers).vocab_size
+        found: int = GEOMETRIES[self.geometry](self.layers).get_text_config().vocab_size
         return found
 
     def new_base_model(self, device: torch.device) -> PreTrainedModel:
@@ -152,7 +194,7 @@ class GeometryCase(FrozenCase):
         torch.manual_seed(self.seed)
         config, options = GEOMETRIES[self.geometry](self.layers), {"dtype": self.torch_dtype}
         for name, value in changes.items():
-            setattr(config, name, value)
+            setattr(config.get_text_config(), name, value)
         with torch.device(device):
             model = maker.from_config(config, attn_implementation="sdpa", **options)
         found: PreTrainedModel = model.to(device).train()

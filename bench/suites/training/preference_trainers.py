@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     PreTrainedModel,
@@ -23,8 +24,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from flexvarlen.bench.suites.model.geometries import GeometryCase
-from flexvarlen.bench.suites.training import texts
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase
+from flexvarlen.bench.suites.training import preference_images, texts
 
 Batch = dict[str, Any]
 Settings = dict[str, Any]
@@ -46,7 +47,9 @@ class PreferenceCase(GeometryCase):
         batches: taken in turns; the first is checked.
         step: what is timed.
         checkpointing: whether the backward computes the layers' insides again; the reference then
-            runs one group at a time too.
+            runs one group at a time too, of text.
+        images: at most of a document, or of each prompt; the texts come after them.
+        smallest_image, largest_image: about the tokens of one, uniformly.
     """
 
     geometry: str = "qwen3-1.7b"
@@ -62,9 +65,13 @@ class PreferenceCase(GeometryCase):
     batches: int = 1
     step: str = "forward, backward, AdamW"
     checkpointing: bool = False
+    images: int = 0
+    smallest_image: int = 256
+    largest_image: int = 1500
 
     def data(self) -> dict[str, Any]:
-        return {field: value for field, value in super().data().items() if field != "name"}
+        hidden = ("name",) if self.images else ("name", "images", "smallest_image", "largest_image")
+        return {field: value for field, value in super().data().items() if field not in hidden}
 
 
 class Draws:
@@ -72,19 +79,21 @@ class Draws:
 
     def __init__(self, case: PreferenceCase) -> None:
         self.case, self.rng = case, random.Random(case.seed)
-        self.vocab_size = case.vocab_size
+        config = GEOMETRIES[case.geometry](case.layers)
+        self.vocab_size = getattr(config, "vision_start_token_id", None) or case.vocab_size
 
     def prompt(self) -> list[int]:
-        return self._tokens(self.case.prompt)
+        return self.tokens(self.case.prompt)
 
     def answer(self) -> list[int]:
-        return self._tokens(self.rng.randint(self.case.shortest, self.case.longest))
+        return self.tokens(self.rng.randint(self.case.shortest, self.case.longest))
 
     def topics(self) -> list[list[int]]:
         every = texts.topic_ids(self.vocab_size, self.case.longest)
         return self.rng.sample(every, self.case.samples)
 
-    def _tokens(self, count: int) -> list[int]:
+    def tokens(self, count: int) -> list[int]:
+        """Of text."""
         return [self.rng.randrange(len(SPECIAL), self.vocab_size) for _ in range(count)]
 
 
@@ -97,6 +106,7 @@ class Task:
         has_reference: whether a reference model takes part.
         trainer: policy, reference model, settings -> the trainer.
         batch: the trainer's batch on the host.
+        packed: the same batch as packed rows on the host.
         cancels: whether the loss is a sum of terms of size 1 that may cancel, as advantages do
             over answers of equal length: its rounding is then theirs.
     """
@@ -106,12 +116,14 @@ class Task:
     trainer: Callable[[PreTrainedModel, PreTrainedModel | None, Settings], Any]
     batch: Callable[[Any, Draws], Batch]
     cancels: bool = False
+    packed: Callable[[Any, Draws], Batch] | None = None
 
     def new_model(self, case: PreferenceCase, device: torch.device) -> PreTrainedModel:
         """In train mode, with random weights, always the same."""
         changes: dict[str, Any] = {"pad_token_id": SPECIAL["<pad>"], "use_cache": False}
         if self.labels is None:
-            return case.new_model(AutoModelForCausalLM, device, **changes)
+            maker = AutoModelForImageTextToText if case.images else AutoModelForCausalLM
+            return case.new_model(maker, device, **changes)
         changes["num_labels"] = self.labels
         return case.new_model(AutoModelForSequenceClassification, device, **changes)
 
@@ -204,7 +216,7 @@ def _grpo_batch(trainer: Any, draws: Draws) -> Batch:
     prompt_ids = torch.tensor(prompts).repeat_interleave(group, dim=0)
     rewards = torch.tensor([draws.rng.random() for _ in range(count)]).view(-1, group)
     spread = rewards.std(dim=1, keepdim=True)
-    return {
+    batch = {
         "prompt_ids": prompt_ids,
         "prompt_mask": torch.ones_like(prompt_ids),
         "completion_ids": torch.nn.utils.rnn.pad_sequence(answers, batch_first=True),
@@ -212,12 +224,13 @@ def _grpo_batch(trainer: Any, draws: Draws) -> Batch:
         "advantages": ((rewards - rewards.mean(dim=1, keepdim=True)) / spread).flatten(),
         "num_items_in_batch": lengths.sum(),
     }
+    return preference_images.prompts(draws, batch) if draws.case.images else batch
 
 
-# ---- classification ----
+# ---- transformers' Trainer: classification, documents with images ----
 
 
-def _classification(model: PreTrainedModel, _: PreTrainedModel | None, settings: Settings) -> Any:
+def _trainer(model: PreTrainedModel, _: PreTrainedModel | None, settings: Settings) -> Any:
     return Trainer(
         model=model,
         args=TrainingArguments(**settings),
@@ -237,5 +250,8 @@ TASKS = {
     "dpo": Task(None, True, _dpo, _dpo_batch),
     "grpo": Task(None, False, _grpo, _grpo_batch, cancels=True),
     "reward": Task(1, False, _reward, _reward_batch),
-    "classification": Task(KINDS, False, _classification, _classification_batch),
+    "classification": Task(KINDS, False, _trainer, _classification_batch),
+    "images": Task(
+        None, False, _trainer, preference_images.padded, packed=preference_images.packed
+    ),
 }
