@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from flexvarlen.bench.suites import FrozenCase
+from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
 from flexvarlen.bench.suites.training.texts import full_rows
 from flexvarlen.verify.corpus import VOCABULARY, read_documents, tokenize
 from flexvarlen.verify.models import GEOMETRIES as PUBLISHED
@@ -88,24 +89,6 @@ _TINY_HYBRID = _TINY["qwen3_5_text"] | dict.fromkeys(
     ("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 64
 )
 _TINY_EXPERTS = _TINY["qwen3"] | {"num_experts": 8, "moe_intermediate_size": 32}
-_TINY_IMAGES: dict[str, Any] = {
-    "text_config": _TINY["qwen3"]
-    | {"rope_parameters": {"rope_type": "default", "mrope_section": [6, 5, 5]}},
-    "vision_config": {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": 4,
-        "num_position_embeddings": 64,
-        "out_hidden_size": 64,
-        "deepstack_visual_indexes": [0],
-    },
-    **{
-        f"{name}_token_id": 1020 + i
-        for i, name in enumerate(("vision_start", "vision_end", "image", "video"))
-    },
-}
 _TINY_ENCODER: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -126,7 +109,7 @@ GEOMETRIES: dict[str, Geometry] = {
     "qwen3.5-2b": _geometry("qwen3_5_text", _QWEN3_5_2B),
     "qwen3-30b-a3b": _geometry("qwen3_moe", _QWEN3_30B_A3B),
     "qwen3-vl-2b": _geometry("qwen3_vl", _QWEN3_VL_2B),
-    "qwen3-vl-tiny": _geometry("qwen3_vl", _TINY_IMAGES),
+    "qwen3-vl-tiny": lambda layers: tiny_config("qwen3_vl", num_hidden_layers=layers or 2),
     "qwen3-tiny": _geometry("qwen3", _TINY["qwen3"]),
     "llama-tiny": _geometry("llama", _TINY["llama"]),
     "modernbert-tiny": _geometry("modernbert", _TINY_ENCODER),

@@ -330,9 +330,11 @@ class _Run:
         return found
 
     def conclude(self, measures: Measures, ms: float) -> Measures:
-        """Samples per second; of a model with a tower, the rest of the step too."""
-        found = {"samples_per_s": self.case.samples / (ms / 1e3)}
-        return found | ({"ms_text": ms - measures["ms_tower"]} if self.case.images else {})
+        """Samples per second; of a model with a tower, those of the rest of the step too."""
+        times = {"samples_per_s": ms}
+        if self.case.images:
+            times["text_samples_per_s"] = ms - measures["ms_tower"]
+        return {name: self.case.samples / (own / 1e3) for name, own in times.items()}
 
     def eagerly(self, trainer: Any, batch: Batch) -> tuple[_Outcome, int, fv.PackedLayout | None]:
         """What a batch gives, and the tokens and documents of the policy's first layer."""

@@ -1,7 +1,7 @@
 """Batches of text and images for the suite "preference", and the time of the towers alone.
 
 A token of an image stands for 2 × 2 patches. An image's features come before the text's layers, so
-that packing saves text alone: `ms_text` is a step without the tower's forward and backward.
+that packing saves text alone: `text_samples_per_s` is of a step without the tower's two passes.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def tower_inputs(model: PreTrainedModel) -> Iterator[list[Callable[[], object]]]
 
     def note(tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         def call() -> None:
-            found = [x for x in tree_leaves(tower(*args, **kwargs)) if x is not None]
+            found = [x for x in tree_leaves(tower(*args, **kwargs)) if isinstance(x, Tensor)]
             torch.autograd.backward(found, [torch.ones_like(x) for x in found])
 
         calls.append(call)

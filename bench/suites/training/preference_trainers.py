@@ -80,7 +80,8 @@ class Draws:
     def __init__(self, case: PreferenceCase) -> None:
         self.case, self.rng = case, random.Random(case.seed)
         config = GEOMETRIES[case.geometry](case.layers)
-        self.vocab_size = getattr(config, "vision_start_token_id", None) or case.vocab_size
+        names = ("image_token_id", "vision_start_token_id")
+        self.vocab_size = min(getattr(config, name, case.vocab_size) for name in names)
 
     def prompt(self) -> list[int]:
         return self.tokens(self.case.prompt)
