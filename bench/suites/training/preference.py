@@ -35,7 +35,6 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -46,17 +45,12 @@ from torch import Tensor
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.attends import taken_by_auto
 from flexvarlen.bench.suites.training import preference_tables
-from flexvarlen.bench.suites.training.preference_images import (
-    layers_of,
-    syncs_in_layers,
-    tower_inputs,
-    tower_ms,
-)
+from flexvarlen.bench.suites.training.preference_cases import CASES, PreferenceCase, quick_cases
+from flexvarlen.bench.suites.training.preference_images import layers_of, syncs_in_layers, tower_ms
 from flexvarlen.bench.suites.training.preference_trainers import (
     TASKS,
     Batch,
     Draws,
-    PreferenceCase,
     Task,
     mask_of,
 )
@@ -85,72 +79,8 @@ SHARED = (*EAGER, "auto+shared", "fa3+shared", "flex+shared")
 KNOWN = (*PADDED, "auto", *fv.BACKENDS)
 REPEATS = 11
 
-CASES = (
-    PreferenceCase(name="dpo", task="dpo"),
-    PreferenceCase(name="dpo-4096", task="dpo", samples=2, prompt=4096),  # logits of a token: 152K
-    PreferenceCase(name="grpo", task="grpo", samples=16),
-    PreferenceCase(name="grpo-16", task="grpo", samples=16, group=16),
-    PreferenceCase(name="grpo-4096", task="grpo", samples=16, prompt=4096),
-    PreferenceCase(name="grpo-4096-16", task="grpo", samples=16, group=16, prompt=4096),
-    PreferenceCase(
-        name="grpo-hybrid-4096",
-        task="grpo",
-        geometry="qwen3.5-2b",
-        layers=12,
-        samples=32,
-        prompt=4096,
-        shortest=512,
-        longest=512,
-        checkpointing=True,  # without shared prompts 147,456 tokens
-    ),
-    PreferenceCase(
-        name="grpo-experts-4096",
-        task="grpo",
-        geometry="qwen3-30b-a3b",
-        layers=4,
-        samples=16,
-        prompt=4096,
-    ),
-    PreferenceCase(name="reward", task="reward"),
-    PreferenceCase(
-        name="classification", task="classification", prompt=0, shortest=0, longest=4096
-    ),
-    PreferenceCase(
-        name="images",
-        task="images",
-        geometry="qwen3-vl-2b",
-        layers=28,
-        prompt=0,
-        shortest=64,
-        longest=512,
-        checkpointing=True,  # without it the padded batch does not fit
-        images=4,
-    ),
-    PreferenceCase(
-        name="grpo-images",
-        task="grpo",
-        geometry="qwen3-vl-2b",
-        layers=28,
-        prompt=256,
-        checkpointing=True,
-        images=3,
-    ),
-    # Compiling takes longer than all else: few layers.
-    PreferenceCase(name="dpo-compiled", task="dpo", mode="compiled", layers=2, batches=5),
-)
 HYBRID = ("padded-fa3", "auto", "auto+shared")
 IMAGES = ("padded-fa3", "padded-sdpa", "auto", "auto+packed")
-QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 1, "batches": 1, "shortest": 3}
-QUICK_OTHERS: dict[str, dict[str, Any]] = {
-    "qwen3.5-2b": {"geometry": "qwen3.5-tiny", "layers": 2, "samples": 16},
-    "qwen3-30b-a3b": {"geometry": "qwen3-moe-tiny"},
-    "qwen3-vl-2b": {
-        "geometry": "qwen3-vl-tiny",
-        "longest": 40,
-        "smallest_image": 4,
-        "largest_image": 24,
-    },
-}
 
 
 class Preference(Suite[PreferenceCase]):
@@ -159,17 +89,7 @@ class Preference(Suite[PreferenceCase]):
     name: ClassVar[str] = "preference"
 
     def cases(self, options: Options) -> Sequence[PreferenceCase]:
-        if not options.quick:
-            return CASES
-        pairs: dict[str, Any] = {"prompt": 40, "longest": 20}
-        topics: dict[str, Any] = {"longest": 400}
-        return [
-            replace(
-                case,
-                **QUICK | (pairs if case.prompt else topics) | QUICK_OTHERS.get(case.geometry, {}),
-            )
-            for case in CASES
-        ]
+        return quick_cases() if options.quick else CASES
 
     def variants(self, case: PreferenceCase, options: Options) -> Sequence[str]:
         if case.mode == "compiled":
@@ -320,14 +240,13 @@ class _Run:
 
     def beside_the_step(self, trainer: Any, batch: Batch) -> Measures:
         """The tower's own time, and syncs in the layers of the text; None on a CPU."""
-        with tower_inputs(trainer.model) as calls:
-            self.outcome(trainer, trainer.model, batch)
-        once = calls[:1]  # a checkpointed tower may be called again in the backward
-        found: Measures = {"ms_tower": tower_ms(once, self.device), "syncs_in_layers": None}
-        if self.options.on_gpu:
-            step = partial(self.outcome, trainer, trainer.model, batch)
-            found["syncs_in_layers"] = syncs_in_layers(trainer.model, step)
-        return found
+        step = partial(self.outcome, trainer, trainer.model, batch)
+        return {
+            "ms_tower": tower_ms(trainer.model, step, self.device),
+            "syncs_in_layers": syncs_in_layers(trainer.model, step)
+            if self.options.on_gpu
+            else None,
+        }
 
     def conclude(self, measures: Measures, ms: float) -> Measures:
         """Samples per second; of a model with a tower, those of the rest of the step too."""

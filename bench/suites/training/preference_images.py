@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,34 +108,21 @@ def layers_of(model: PreTrainedModel) -> Sequence[nn.Module]:
     return found
 
 
-@contextmanager
-def tower_inputs(model: PreTrainedModel) -> Iterator[list[Callable[[], object]]]:
-    """Collect the tower's calls, to be made again, each with a backward of its own."""
-    calls: list[Callable[[], object]] = []
-
-    def note(tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        def call() -> None:
-            found = [x for x in tree_leaves(tower(*args, **kwargs)) if isinstance(x, Tensor)]
-            torch.autograd.backward(found, [torch.ones_like(x) for x in found])
-
-        calls.append(call)
-
-    hook = model.base_model.visual.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield calls
-    finally:
-        hook.remove()
-
-
-def tower_ms(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """Forward and backward of the tower for a batch, the median."""
-
-    def step() -> None:
-        for call in calls:
-            call()
-
+def tower_ms(model: PreTrainedModel, step: Callable[[], object], device: torch.device) -> float:
+    """Forward and backward of the tower on what a step gives it, the median."""
+    given: list[Any] = []
+    tower = model.base_model.visual
+    hook = tower.register_forward_pre_hook(lambda *inputs: given.append(inputs), with_kwargs=True)
     step()
-    return 1e3 * statistics.median(wall_seconds(step, device) for _ in range(REPEATS))
+    hook.remove()
+    _, args, kwargs = given[0]
+
+    def alone() -> None:
+        found = [x for x in tree_leaves(tower(*args, **kwargs)) if isinstance(x, Tensor)]
+        torch.autograd.backward(found, [torch.ones_like(x) for x in found])
+
+    alone()
+    return 1e3 * statistics.median(wall_seconds(alone, device) for _ in range(REPEATS))
 
 
 def syncs_in_layers(model: PreTrainedModel, step: Callable[[], object]) -> int:
@@ -148,16 +134,11 @@ def syncs_in_layers(model: PreTrainedModel, step: Callable[[], object]) -> int:
     def switch(mode: str) -> Callable[..., None]:
         return lambda *_: torch.cuda.set_sync_debug_mode(mode)
 
-    hooks = []
-    for layer in layers_of(model):
-        hooks.append(layer.register_forward_pre_hook(switch("warn")))
-        hooks.append(layer.register_forward_hook(switch("default")))
-    try:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            step()
-    finally:
-        for hook in hooks:
-            hook.remove()
-        torch.cuda.set_sync_debug_mode("default")
+    hooks = [layer.register_forward_pre_hook(switch("warn")) for layer in layers_of(model)]
+    hooks += [layer.register_forward_hook(switch("default")) for layer in layers_of(model)]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        step()
+    for hook in hooks:
+        hook.remove()
     return sum("synchroniz" in str(x.message) for x in found)

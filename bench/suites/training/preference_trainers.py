@@ -24,8 +24,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES
 from flexvarlen.bench.suites.training import preference_images, texts
+from flexvarlen.bench.suites.training.preference_cases import PreferenceCase
 
 Batch = dict[str, Any]
 Settings = dict[str, Any]
@@ -33,45 +34,6 @@ Settings = dict[str, Any]
 SPECIAL = {"<pad>": 0, "</s>": 1, "<unk>": 2}
 KINDS = 3
 """Labels of a text in classification."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceCase(GeometryCase):
-    """One trainer, model and batch.
-
-    Attributes:
-        prompt: tokens of every prompt; 0: a sample is one of Python's help topics.
-        shortest, longest: tokens of an answer, uniformly; topics are cut at `longest`.
-        samples: of a batch: pairs, completions of GRPO, or texts.
-        group: completions of one prompt in GRPO.
-        batches: taken in turns; the first is checked.
-        step: what is timed.
-        checkpointing: whether the backward computes the layers' insides again; the reference then
-            runs one group at a time too, of text.
-        images: at most of a document, or of each prompt; the texts come after them.
-        smallest_image, largest_image: about the tokens of one, uniformly.
-    """
-
-    geometry: str = "qwen3-1.7b"
-    layers: int = 14
-    name: str
-    task: str
-    mode: str = "eager"
-    prompt: int = 1024
-    shortest: int = 128
-    longest: int = 768
-    samples: int = 8
-    group: int = 8
-    batches: int = 1
-    step: str = "forward, backward, AdamW"
-    checkpointing: bool = False
-    images: int = 0
-    smallest_image: int = 256
-    largest_image: int = 1500
-
-    def data(self) -> dict[str, Any]:
-        hidden = ("name",) if self.images else ("name", "images", "smallest_image", "largest_image")
-        return {field: value for field, value in super().data().items() if field not in hidden}
 
 
 class Draws:
