@@ -149,8 +149,8 @@ def _array(name: str, value: Any) -> NDArray[Any]:
     if isinstance(value, PackedLayout):  # the batch was made by this collator
         value = value.cu_seqlens.tolist()
     if isinstance(value, Tensor):
-        value = value.detach().cpu()
         value = value.float() if value.dtype == torch.bfloat16 else value
+        value = value.numpy(force=True)
     try:
         found = np.asarray(value)
     except ValueError as error:

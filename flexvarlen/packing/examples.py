@@ -275,8 +275,7 @@ def labelled_spans(
     starts, stops = begins + pieces.starts, begins + pieces.stops
     if not columns:
         return starts, stops - 1
-    at = np.arange(columns["input_ids"].size)
-    kept = labelled = np.ones(at.size, bool)
+    kept = labelled = np.ones(columns["input_ids"].size, bool)
     if "attention_mask" in columns:
         kept = columns["attention_mask"] != 0
     for name in LOSS_MASKS:
@@ -284,6 +283,9 @@ def labelled_spans(
             labelled = labelled & (columns[name] != 0)
     if "labels" in columns:
         labelled = labelled & (columns["labels"] != IGNORE_INDEX)
+    if (kept & labelled).all():
+        return starts, stops - 1
+    at = np.arange(kept.size)
     first = np.minimum.accumulate(np.where(kept, at, at.size)[::-1])[::-1]
     last = np.maximum.accumulate(np.where(kept & labelled, at, -1))
     return first[starts], last[stops - 1]

@@ -151,7 +151,7 @@ def rope_positions(
     """Positions in time, height and width, of each document alone.
 
     Args:
-        get_rope_index: the model's.
+        get_rope_index: the model's; called for the documents with images.
         input_ids, types: `[T]`, on the CPU.
         documents: the indices of each document's tokens.
         images: the columns of images of all documents, on the CPU.
@@ -159,15 +159,21 @@ def rope_positions(
     Returns:
         int64 `[3, T]`, 0 at tokens of no document, and what decoding adds to positions, `[N, 1]`.
     """
-    tokens_NL = pad_sequence(list(documents), batch_first=True, padding_value=-1)
-    is_token_NL = tokens_NL >= 0
-    about = {name: images[name] for name in (*GRIDS, "second_per_grid_ts") if name in images}
-    rope_3NL, deltas = get_rope_index(
-        input_ids=input_ids[tokens_NL.clamp(min=0)],
-        mm_token_type_ids=types[tokens_NL.clamp(min=0)],
-        attention_mask=is_token_NL,
-        **about,
-    )
-    positions = rope_3NL.new_zeros(3, len(input_ids))
-    positions[:, tokens_NL[is_token_NL]] = rope_3NL[:, is_token_NL]
+    positions = torch.zeros(3, len(input_ids), dtype=torch.long)
+    deltas = torch.zeros(len(documents), 1, dtype=torch.long)
+    with_images = [i for i, tokens in enumerate(documents) if types[tokens].any()]
+    for i in set(range(len(documents))).difference(with_images):
+        positions[:, documents[i]] = torch.arange(len(documents[i]))
+    if with_images:
+        chosen = [documents[i] for i in with_images]
+        tokens_NL = pad_sequence(chosen, batch_first=True, padding_value=-1)
+        is_token_NL = tokens_NL >= 0
+        about = {name: images[name] for name in (*GRIDS, "second_per_grid_ts") if name in images}
+        rope_3NL, deltas[with_images] = get_rope_index(
+            input_ids=input_ids[tokens_NL.clamp(min=0)],
+            mm_token_type_ids=types[tokens_NL.clamp(min=0)],
+            attention_mask=is_token_NL,
+            **about,
+        )
+        positions[:, tokens_NL[is_token_NL]] = rope_3NL[:, is_token_NL]
     return positions, deltas

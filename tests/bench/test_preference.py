@@ -6,12 +6,19 @@ import gc
 import math
 import re
 import sys
+import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flexvarlen.bench.suites.training import preference, preference_trainers, texts
+from flexvarlen.bench.suites.training import (
+    preference,
+    preference_images,
+    preference_trainers,
+    texts,
+)
 from flexvarlen.bench.suites.training.preference_tables import table
 from flexvarlen.layout.token_map import Padding
 from tests.bench.quick import QUICK, records_of
@@ -33,9 +40,10 @@ def measured(folder, *variants, cases="dpo$"):
 
 
 def test_every_trainer_gives_the_padded_runs_loss_and_gradients(tmp_path):
-    eager = r"^(dpo|grpo|reward|classification)$"
+    tasks = ("dpo", "grpo", "reward", "classification")
+    eager = f"^({'|'.join(tasks)})$"
     records = measured(tmp_path, "padded-sdpa", "auto", "padded-fa2", cases=eager)
-    for task in preference_trainers.TASKS:
+    for task in tasks:
         found = {r.case["variant"]: r for r in records if r.case["task"] == task}
         assert [found[x].status for x in ("padded-sdpa", "auto")] == ["ok", "ok"]
         assert found["padded-fa2"].status == "unsupported"
@@ -83,13 +91,13 @@ def test_a_wrong_reference_model_is_found(tmp_path):
     case = replace(SUITE.cases(QUICK)[0], shortest=128, longest=500, layers=2)
     run = preference._Run(case, QUICK, str(tmp_path))
     trainer = run.make("auto")
-    assert run.verdict(run.eagerly(trainer)[0])[1] is None
+    assert run.verdict(run.eagerly(trainer, run.batches[0])[0])[1] is None
 
     def smaller(module, args, output):
         output["last_hidden_state"] = 0.8 * output["last_hidden_state"]
 
     trainer.ref_model.base_model.register_forward_hook(smaller)
-    assert "is more than" in run.verdict(run.eagerly(trainer)[0])[1]
+    assert "is more than" in run.verdict(run.eagerly(trainer, run.batches[0])[0])[1]
 
 
 def test_without_trl_the_cases_are_unsupported(tmp_path, monkeypatch):
@@ -119,3 +127,81 @@ def test_compiled_on_other_batches(tmp_path):
     assert record.status == "ok"
     assert record.measures["compilations"] > 0
     assert "recompilations" in table([record]).header
+
+
+# ---- images ----
+
+
+def test_documents_with_images_run_as_the_padded_batch(tmp_path):
+    records = measured(tmp_path, cases="images$")
+    ok = {(r.case["task"], r.case["variant"]): r.measures for r in records if r.status == "ok"}
+    variants = {"images": "auto+packed", "grpo": "auto+shared"}
+    assert set(ok) == {(t, v) for t, own in variants.items() for v in ("padded-sdpa", "auto", own)}
+    for (task, variant), m in ok.items():
+        padded = ok[task, "padded-sdpa"]
+        assert m["loss"] == pytest.approx(padded["reference_loss"], rel=1e-3)
+        expected = m["tokens_padded" if variant == "padded-sdpa" else "tokens_real"]
+        assert m["tokens_run"] <= expected < m["tokens_padded"] + 1
+        assert (m["tokens_run"] < expected) == (variant == "auto+shared")
+        assert m["text_samples_per_s"] == pytest.approx(8e3 / (m["ms_p50"] - m["ms_tower"]))
+        assert m["syncs_in_layers"] is None
+    section = SUITE.section(records)
+    assert "ms of the tower" in section
+    assert "up to 4 images of 4 to 24 tokens" in section
+
+
+def test_other_images_are_wrong(tmp_path, monkeypatch):
+    def flipped(trainer, draws):
+        batch = packed(trainer, draws)
+        return batch | {"pixel_values": batch["pixel_values"].flip(0)}
+
+    packed = preference_images.packed
+    images = replace(preference_trainers.TASKS["images"], packed=flipped)
+    monkeypatch.setitem(preference_trainers.TASKS, "images", images)
+    found = measured(tmp_path, "padded-sdpa", "auto+packed", cases="^images$")
+    assert [r.status for r in found] == ["ok", "wrong"]
+
+
+def test_images_have_the_tokens_that_they_say():
+    case = next(x for x in preference.CASES if x.name == "images")
+    draws, counts = preference_trainers.Draws(case), []
+    for _ in range(30):
+        found = preference_images.document(draws, 9, 4)
+        runs = found["image_grid_thw"].prod(-1) // 4
+        assert found["mm_token_type_ids"].sum() == runs.sum()
+        assert len(found["input_ids"]) == runs.sum() + 4 * 2 + 9
+        assert found["pixel_values"].shape == (4 * runs.sum(), 3 * 2 * 16 * 16)
+        counts += runs.tolist()
+    assert 240 < min(counts) < 400
+    assert 1300 < max(counts) < 1550
+
+
+def test_the_geometry_is_qwen3_vl_2bs():
+    case = next(x for x in preference.CASES if x.name == "images")
+    model = preference_trainers.TASKS["images"].new_model(case, torch.device("meta"))
+    assert sum(x.numel() for x in model.parameters()) == pytest.approx(2.13e9, rel=0.01)
+
+
+def test_syncs_are_counted_within_layers_alone(monkeypatch):
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            sync()
+            return x
+
+    def sync():
+        if modes[-1] == "warn":
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    base = torch.nn.Module()
+    base.layers = torch.nn.ModuleList([Layer(), Layer()])
+    model = SimpleNamespace(base_model=base)
+
+    def step():
+        for layer in base.layers:
+            sync()
+            layer(torch.ones(1))
+
+    assert preference_images.syncs_in_layers(model, step) == 2
+    assert modes[-1] == "default"

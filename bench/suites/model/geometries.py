@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from flexvarlen.bench.suites import FrozenCase
+from flexvarlen.bench.suites.contract.tiny_configs import tiny_config
 from flexvarlen.bench.suites.training.texts import full_rows
 from flexvarlen.verify.corpus import VOCABULARY, read_documents, tokenize
 from flexvarlen.verify.models import GEOMETRIES as PUBLISHED
@@ -28,6 +29,8 @@ Geometry = Callable[[int | None], PretrainedConfig]
 def _geometry(family: str, shape: dict[str, Any]) -> Geometry:
     def config(layers: int | None) -> PretrainedConfig:
         chosen = {} if layers is None else {"num_hidden_layers": layers}
+        if "text_config" in shape:
+            chosen = {"text_config": shape["text_config"] | chosen}
         found: PretrainedConfig = AutoConfig.for_model(family, **shape | chosen)
         return found
 
@@ -62,6 +65,25 @@ _QWEN3_5_2B: dict[str, Any] = {
     **{f"linear_num_{name}_heads": 16 for name in ("key", "value")},
     **{f"linear_{name}_head_dim": 128 for name in ("key", "value")},
 }
+_QWEN3_VL_2B: dict[str, Any] = {
+    "text_config": PUBLISHED["qwen3"]["1.7b"]
+    | {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5_000_000.0,
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "out_hidden_size": 2048,
+        "deepstack_visual_indexes": [5, 11, 17],
+    },
+    "tie_word_embeddings": True,
+}
 _TINY = {name: PUBLISHED[name]["tiny"] | {"initializer_range": 0.02} for name in PUBLISHED}
 _TINY_HYBRID = _TINY["qwen3_5_text"] | dict.fromkeys(
     ("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 64
@@ -86,6 +108,8 @@ GEOMETRIES: dict[str, Geometry] = {
     "modernbert-base": _geometry("modernbert", {}),
     "qwen3.5-2b": _geometry("qwen3_5_text", _QWEN3_5_2B),
     "qwen3-30b-a3b": _geometry("qwen3_moe", _QWEN3_30B_A3B),
+    "qwen3-vl-2b": _geometry("qwen3_vl", _QWEN3_VL_2B),
+    "qwen3-vl-tiny": lambda layers: tiny_config("qwen3_vl", num_hidden_layers=layers or 2),
     "qwen3-tiny": _geometry("qwen3", _TINY["qwen3"]),
     "llama-tiny": _geometry("llama", _TINY["llama"]),
     "modernbert-tiny": _geometry("modernbert", _TINY_ENCODER),
@@ -104,6 +128,7 @@ GEOMETRY_TITLES = {
     "modernbert-base": "ModernBERT-base",
     "qwen3.5-2b": "Qwen3.5-like, 2B",
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "qwen3-vl-2b": "Qwen3-VL-2B",
 }
 """Titles for headings; tiny models use their own names."""
 
@@ -136,7 +161,7 @@ class GeometryCase(FrozenCase):
 
     @property
     def vocab_size(self) -> int:
-        found: int = GEOMETRIES[self.geometry](self.layers).vocab_size
+        found: int = GEOMETRIES[self.geometry](self.layers).get_text_config().vocab_size
         return found
 
     def new_base_model(self, device: torch.device) -> PreTrainedModel:
@@ -152,7 +177,7 @@ class GeometryCase(FrozenCase):
         torch.manual_seed(self.seed)
         config, options = GEOMETRIES[self.geometry](self.layers), {"dtype": self.torch_dtype}
         for name, value in changes.items():
-            setattr(config, name, value)
+            setattr(config.get_text_config(), name, value)
         with torch.device(device):
             model = maker.from_config(config, attn_implementation="sdpa", **options)
         found: PreTrainedModel = model.to(device).train()

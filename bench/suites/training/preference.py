@@ -7,6 +7,8 @@
     grpo-experts-4096             of a mixture of experts, with the router's auxiliary loss
     reward                        RewardTrainer
     classification                transformers' Trainer
+    images                        the same, of documents with 0 to 4 images, layers checkpointed
+    grpo-images                   GRPOTrainer's update, 8 answers to a prompt with 3 images
 
 A step is the trainer's own `compute_loss` on a batch of its own collator, the backward, and AdamW
 with a learning rate of 0, so that all variants meet the same weights:
@@ -15,6 +17,7 @@ with a learning rate of 0, so that all variants meet the same weights:
     auto, fa3, …                          `patch_trainer(trainer, backend)`
     auto@128, …                           the same with `unpad_to_multiple_of=128`
     auto+shared, …                        the same with `share_prefixes=True`
+    auto+packed                           the same on rows of `PackedCollator`
 
 Loss and gradients of the first batch are held against the same padded run in fp32, by the
 acceptance rule, for every parameter. Its baseline is `padded-sdpa`. A variant that is wrong is not
@@ -32,7 +35,6 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -43,11 +45,12 @@ from torch import Tensor
 import flexvarlen as fv
 from flexvarlen.bench.suites.model.attends import taken_by_auto
 from flexvarlen.bench.suites.training import preference_tables
+from flexvarlen.bench.suites.training.preference_cases import CASES, PreferenceCase, quick_cases
+from flexvarlen.bench.suites.training.preference_images import layers_of, syncs_in_layers, tower_ms
 from flexvarlen.bench.suites.training.preference_trainers import (
     TASKS,
     Batch,
     Draws,
-    PreferenceCase,
     Task,
     mask_of,
 )
@@ -76,45 +79,8 @@ SHARED = (*EAGER, "auto+shared", "fa3+shared", "flex+shared")
 KNOWN = (*PADDED, "auto", *fv.BACKENDS)
 REPEATS = 11
 
-CASES = (
-    PreferenceCase(name="dpo", task="dpo"),
-    PreferenceCase(name="dpo-4096", task="dpo", samples=2, prompt=4096),  # logits of a token: 152K
-    PreferenceCase(name="grpo", task="grpo", samples=16),
-    PreferenceCase(name="grpo-16", task="grpo", samples=16, group=16),
-    PreferenceCase(name="grpo-4096", task="grpo", samples=16, prompt=4096),
-    PreferenceCase(name="grpo-4096-16", task="grpo", samples=16, group=16, prompt=4096),
-    PreferenceCase(
-        name="grpo-hybrid-4096",
-        task="grpo",
-        geometry="qwen3.5-2b",
-        layers=12,
-        samples=32,
-        prompt=4096,
-        shortest=512,
-        longest=512,
-        checkpointing=True,  # without shared prompts 147,456 tokens
-    ),
-    PreferenceCase(
-        name="grpo-experts-4096",
-        task="grpo",
-        geometry="qwen3-30b-a3b",
-        layers=4,
-        samples=16,
-        prompt=4096,
-    ),
-    PreferenceCase(name="reward", task="reward"),
-    PreferenceCase(
-        name="classification", task="classification", prompt=0, shortest=0, longest=4096
-    ),
-    # Compiling takes longer than all else: few layers.
-    PreferenceCase(name="dpo-compiled", task="dpo", mode="compiled", layers=2, batches=5),
-)
 HYBRID = ("padded-fa3", "auto", "auto+shared")
-QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 1, "batches": 1, "shortest": 3}
-QUICK_OTHERS: dict[str, dict[str, Any]] = {
-    "qwen3.5-2b": {"geometry": "qwen3.5-tiny", "layers": 2, "samples": 16},
-    "qwen3-30b-a3b": {"geometry": "qwen3-moe-tiny"},
-}
+IMAGES = ("padded-fa3", "padded-sdpa", "auto", "auto+packed")
 
 
 class Preference(Suite[PreferenceCase]):
@@ -123,21 +89,13 @@ class Preference(Suite[PreferenceCase]):
     name: ClassVar[str] = "preference"
 
     def cases(self, options: Options) -> Sequence[PreferenceCase]:
-        if not options.quick:
-            return CASES
-        pairs: dict[str, Any] = {"prompt": 40, "longest": 20}
-        topics: dict[str, Any] = {"longest": 400}
-        return [
-            replace(
-                case,
-                **QUICK | (pairs if case.prompt else topics) | QUICK_OTHERS.get(case.geometry, {}),
-            )
-            for case in CASES
-        ]
+        return quick_cases() if options.quick else CASES
 
     def variants(self, case: PreferenceCase, options: Options) -> Sequence[str]:
         if case.mode == "compiled":
             return COMPILED if options.on_gpu else COMPILED[-1:]
+        if case.images:
+            return IMAGES if case.task == "images" else (*IMAGES[:3], "auto+shared")
         if case.checkpointing:
             return HYBRID
         return SHARED if case.task in ("dpo", "grpo") else EAGER
@@ -179,10 +137,8 @@ class _Run:
         for reference in self.models[1:]:
             reference.requires_grad_(False)
         plain = self.trainer(share)
-        draws = Draws(case)
-        hosts = [self.task.batch(plain, draws) for _ in range(case.batches)]
-        self.masks = [mask_of(batch) for batch in hosts]
-        self.batches = [{k: x.to(self.device) for k, x in batch.items()} for batch in hosts]
+        self.batches = self.batches_of(plain, self.task.batch)
+        self.masks = [mask_of(batch) for batch in self.batches]
         let_fla_run()  # transformers' layers too, where fla refuses its own backward
         self.reference = self._reference()
         baseline = self.in_plain_torch(plain)
@@ -192,6 +148,15 @@ class _Run:
         )
         self.optimizer.step()  # makes its state now, so that all peaks hold it
         free(self.device, self.models[0])
+
+    def batches_of(self, trainer: Any, make: Callable[[Any, Draws], Batch]) -> list[Batch]:
+        """On the device."""
+        draws = Draws(self.case)
+        hosts = [make(trainer, draws) for _ in range(self.case.batches)]
+        return [
+            {k: x.to(self.device) if hasattr(x, "to") else x for k, x in batch.items()}
+            for batch in hosts
+        ]
 
     def trainer(self, copy: Callable[..., Any], **options: Any) -> Any:
         """A trainer on copies of the models."""
@@ -224,7 +189,7 @@ class _Run:
         """What the first batch gives, layers checkpointed; of a large batch group after group."""
         checkpoint_layers(trainer.model)
         parts = [self.batches[0]]
-        if self.case.checkpointing:
+        if self.case.checkpointing and not self.case.images:
             # GRPO divides by num_items_in_batch, so that the groups' losses add up
             size, batch = self.case.group, parts[0]
             parts = [
@@ -244,17 +209,19 @@ class _Run:
 
     def check(self, variant: str) -> CheckedVariant:
         """Make a variant, compare its first batch, and run the others once."""
-        trainer = self.make(variant)
-        found, tokens_run, layout = self.eagerly(trainer)
+        trainer, batches = self.make(variant), self.batches
+        if variant.endswith("+packed") and self.task.packed is not None:
+            batches = self.batches_of(trainer, self.task.packed)
+        found, tokens_run, layout = self.eagerly(trainer, batches[0])
         attends = self.attends(variant, trainer, layout)  # in a graph auto measures nothing
         call: Callable[..., Any] = trainer.model
         with watch_compilation() as stats:
             if self.case.mode == "compiled":
                 call = self.compiled(trainer)
-                found = self.outcome(trainer, call, self.batches[0])
+                found = self.outcome(trainer, call, batches[0])
             errors, wrong = self.verdict(found)
             del found
-            for batch in self.batches[1:]:
+            for batch in batches[1:]:
                 self.outcome(trainer, call, batch)
         measures = errors | {
             "attends": attends,
@@ -266,23 +233,40 @@ class _Run:
             "graph_breaks": stats.graph_breaks,
             "compile_s": stats.compile_s,
         }
-        step = partial(self.step, trainer, call, itertools.cycle(self.batches))
-        return CheckedVariant(
-            step, measures, wrong, lambda ms: {"samples_per_s": self.case.samples / (ms / 1e3)}
-        )
+        step = partial(self.step, trainer, call, itertools.cycle(batches))
+        if self.case.images:
+            measures |= self.beside_the_step(trainer, batches[0])
+        return CheckedVariant(step, measures, wrong, partial(self.conclude, measures))
 
-    def eagerly(self, trainer: Any) -> tuple[_Outcome, int, fv.PackedLayout | None]:
-        """What the first batch gives, and the tokens and documents of the policy's first layer."""
+    def beside_the_step(self, trainer: Any, batch: Batch) -> Measures:
+        """The tower's own time, and syncs in the layers of the text; None on a CPU."""
+        step = partial(self.outcome, trainer, trainer.model, batch)
+        return {
+            "ms_tower": tower_ms(trainer.model, step, self.device),
+            "syncs_in_layers": syncs_in_layers(trainer.model, step)
+            if self.options.on_gpu
+            else None,
+        }
+
+    def conclude(self, measures: Measures, ms: float) -> Measures:
+        """Samples per second; of a model with a tower, those of the rest of the step too."""
+        times = {"samples_per_s": ms}
+        if self.case.images:
+            times["text_samples_per_s"] = ms - measures["ms_tower"]
+        return {name: self.case.samples / (own / 1e3) for name, own in times.items()}
+
+    def eagerly(self, trainer: Any, batch: Batch) -> tuple[_Outcome, int, fv.PackedLayout | None]:
+        """What a batch gives, and the tokens and documents of the policy's first layer."""
         inputs: list[tuple[int, fv.PackedLayout | None]] = []
 
         def note(_: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
             packed = kwargs.get(CONTEXT)
             inputs.append((args[0].shape[:2].numel(), None if packed is None else packed.layout))
 
-        layer = trainer.model.base_model.layers[0]
+        layer = layers_of(trainer.model)[0]
         hook = layer.register_forward_pre_hook(note, with_kwargs=True)
         try:
-            return self.outcome(trainer, trainer.model, self.batches[0]), *inputs[0]
+            return self.outcome(trainer, trainer.model, batch), *inputs[0]
         finally:
             hook.remove()
 
@@ -363,9 +347,9 @@ def _split(variant: str) -> tuple[str, int | None, bool]:
     >>> _split("auto@128")
     ('auto', 128, False)
     """
-    rest = variant.removesuffix("+shared")
+    rest, _, more = variant.partition("+")
     attention, _, multiple = rest.partition("@")
-    return attention, int(multiple) if multiple else None, rest != variant
+    return attention, int(multiple) if multiple else None, more == "shared"
 
 
 SUITE = Preference()

@@ -18,6 +18,7 @@ TITLES = {
     "grpo": "GRPOTrainer's policy update",
     "reward": "RewardTrainer",
     "classification": "Trainer, classification of texts",
+    "images": "Trainer, documents with images",
 }
 EXPLAINED = (
     "Error ÷ allowed: the largest error of the loss and of any parameter's gradient, against the "
@@ -25,6 +26,9 @@ EXPLAINED = (
     "passes."
 )
 SAMPLES = {"dpo": "pairs", "grpo": "completions", "reward": "pairs", "classification": "texts"}
+SAMPLES["images"] = "documents"
+RATE, TEXT_RATE = "samples_per_s", "text_samples_per_s"
+"""Of a step, and of a step less its tower's forward and backward."""
 
 
 def section(records: Sequence[Record]) -> str:
@@ -35,8 +39,8 @@ def section(records: Sequence[Record]) -> str:
 
 # --- the page ------------------------------------------------------------------------------------
 
-PACKED, SHARED = "auto", "auto+shared"
-SHORT = {"dpo": "DPO", "grpo": "GRPO", "reward": "reward", "classification": "classification"}
+PACKED, SHARED, COLLATED = "auto", "auto+shared", "auto+packed"
+SHORT = {"dpo": "DPO", "grpo": "GRPO"}
 Group = dict[str, Record]
 """A case's records, by variant."""
 
@@ -66,9 +70,9 @@ def figures(records: Sequence[Record], folder: Path) -> list[Path]:
 def _page_table(groups: Sequence[Group]) -> Table:
     """A line for each case: speedups over padding, those possible, and memory."""
 
-    def speedup(variant: str) -> Callable[[Group], str]:
+    def speedup(variant: str, rate: str = RATE) -> Callable[[Group], str]:
         def cell(group: Group) -> str:
-            found = _gain(group, variant)
+            found = _gain(group, variant, rate=rate)
             possible = f" ({1 / _run_share(group[variant]):.2f}×)" if found is not None else ""
             return _times(found) + possible
 
@@ -78,9 +82,12 @@ def _page_table(groups: Sequence[Group]) -> Table:
         found = tables.value(group.get(PADDED), "samples_per_s")
         return NOTHING if found is None else f"{found:.2f}"
 
-    def peak(group: Group) -> str:
-        found = [tables.value(group.get(name), "peak_mib") for name in (PADDED, PACKED, SHARED)]
-        return ", ".join(NOTHING if x is None else f"{x / 1024:.1f}" for x in found)
+    def each(name: str, form: str, scale: float = 1.0) -> Callable[[Group], str]:
+        def cell(group: Group) -> str:
+            found = [tables.value(group.get(x), name) for x in (PADDED, PACKED, SHARED)]
+            return ", ".join(NOTHING if x is None else f"{x * scale:{form}}" for x in found)
+
+        return cell
 
     columns = [
         Column("batch", _batch),
@@ -88,9 +95,15 @@ def _page_table(groups: Sequence[Group]) -> Table:
         Column("packed: speedup (possible)", speedup(PACKED)),
         Column("prompts shared: speedup (possible)", speedup(SHARED)),
         Column("prompts shared ÷ packed", lambda group: _times(_gain(group, SHARED, PACKED))),
-        Column("peak GiB: padded, packed, shared", peak),
+        Column("peak GiB: padded, packed, shared", each("peak_mib", ".1f", 1 / 1024)),
     ]
     records = [group[PACKED] for group in groups]
+    if any(record.case.get("images") for record in records):
+        columns += [
+            Column("text alone, packed: speedup (possible)", speedup(PACKED, TEXT_RATE)),
+            Column("text alone, rows of PackedCollator", speedup(COLLATED, TEXT_RATE)),
+            Column("ms of the tower: padded, packed, shared", each("ms_tower", ".0f")),
+        ]
     how = "eager, layers checkpointed" if records[0].case.get("checkpointing") else "eager"
     return Table.of(
         groups, columns, f"{tables.model_title(records[0])}, {how}, {tables.where(records)}"
@@ -125,14 +138,16 @@ def _draw(groups: Sequence[Group], folder: Path) -> Path:
 
 def _batch(group: Group) -> str:
     case = next(iter(group.values())).case
-    name = f"{SHORT[case['task']]}, {case['samples']} {SAMPLES[case['task']]}"
-    name += f", {case['group']} a prompt" if case["task"] == "grpo" else ""
+    task = case["task"]
+    name = f"{SHORT.get(task, task)}, {case['samples']} {SAMPLES[task]}"
+    name += f", {case['group']} a prompt" if task == "grpo" else ""
+    name += f", images: {case['images']}" if task == "grpo" and case.get("images") else ""
     return name + (f", prompts of {case['prompt']:,}" if case["prompt"] else "")
 
 
-def _gain(group: Group, variant: str, base: str = PADDED) -> float | None:
+def _gain(group: Group, variant: str, base: str = PADDED, rate: str = RATE) -> float | None:
     """Over padded batches, or another variant."""
-    own, other = (tables.value(group.get(x), "samples_per_s") for x in (variant, base))
+    own, other = (tables.value(group.get(x), rate) for x in (variant, base))
     return None if own is None or other is None else own / other
 
 
@@ -166,15 +181,21 @@ def table(records: Sequence[Record]) -> Table:
             tables.number("graph breaks", "graph_breaks", ".0f"),
             tables.number("s of compiling", "compile_s", ".0f"),
         ]
+    text = bool(records[0].case.get("images"))
+    if text:
+        columns += [
+            tables.number("ms of the tower", "ms_tower", ".0f"),
+            tables.number("syncs in layers", "syncs_in_layers", ".0f"),
+        ]
     base, name = _base(records)
     if base is not None:
 
-        def gain(record: Record) -> float | None:
-            own = tables.value(record, "samples_per_s")
-            return None if own is None else own / base
+        def gain(record: Record, rate: str = RATE) -> float | None:
+            own = tables.value(record, rate)
+            return None if own is None else own / (tables.value(base, rate) or own)
 
         def used(record: Record) -> str:
-            found = gain(record)
+            found = gain(record, TEXT_RATE if text else RATE)
             if found is None or record.case["variant"].startswith("padded"):
                 return "–"
             return f"{found * _run_share(record):.0%}"
@@ -183,7 +204,7 @@ def table(records: Sequence[Record]) -> Table:
             columns.append(tables.number("tokens run", "tokens_run", ",.0f"))
         columns += [
             Column(f"speed ÷ `{name}`'s", lambda r: _times(gain(r))),
-            Column("share of the possible speedup", used),
+            Column("share of the possible speedup" + ", text alone" * text, used),
         ]
     columns.append(tables.number("error ÷ allowed", "error_over_allowed", ".2f"))
     return Table.of(records, columns, _title(records), notes=chain(_said(records), notes))
@@ -194,10 +215,10 @@ def _shown(record: Record) -> str:
     return f"`{variant}`" + (f" ({attends})" if attends else "")
 
 
-def _base(records: Sequence[Record]) -> tuple[float | None, str]:
-    speeds = {r.case["variant"]: tables.value(r, "samples_per_s") for r in records}
-    name = PADDED if speeds.get(PADDED) else "padded-sdpa"
-    return speeds.get(name), name
+def _base(records: Sequence[Record]) -> tuple[Record | None, str]:
+    found = {r.case["variant"]: r for r in records if tables.is_ok(r)}
+    name = PADDED if PADDED in found else "padded-sdpa"
+    return found.get(name), name
 
 
 def _said(records: Sequence[Record]) -> list[str]:
@@ -216,7 +237,10 @@ def _title(records: Sequence[Record]) -> str:
     case = records[0].case
     shared = "shared " if any(r.case["variant"].endswith("+shared") for r in records) else ""
     what = f"{shared}prompts of {case['prompt']:,} tokens, answers of {case['shortest']:,} to "
-    if not case["prompt"]:
+    if case.get("images"):
+        what = f"{case['images']} images of {case['smallest_image']:,} to {case['largest_image']:,}"
+        what = f"{'up to ' * (case['task'] == 'images')}{what} tokens, texts of up to "
+    elif not case["prompt"]:
         what = "Python's help topics cut at "
     how = f"{case['mode']}{', layers checkpointed' if case.get('checkpointing') else ''}"
     groups = f", {case['group']} to a prompt" if "group" in case and case["task"] == "grpo" else ""

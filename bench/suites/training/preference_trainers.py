@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     PreTrainedModel,
@@ -23,8 +24,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from flexvarlen.bench.suites.model.geometries import GeometryCase
-from flexvarlen.bench.suites.training import texts
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES
+from flexvarlen.bench.suites.training import preference_images, texts
+from flexvarlen.bench.suites.training.preference_cases import PreferenceCase
 
 Batch = dict[str, Any]
 Settings = dict[str, Any]
@@ -34,57 +36,27 @@ KINDS = 3
 """Labels of a text in classification."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreferenceCase(GeometryCase):
-    """One trainer, model and batch.
-
-    Attributes:
-        prompt: tokens of every prompt; 0: a sample is one of Python's help topics.
-        shortest, longest: tokens of an answer, uniformly; topics are cut at `longest`.
-        samples: of a batch: pairs, completions of GRPO, or texts.
-        group: completions of one prompt in GRPO.
-        batches: taken in turns; the first is checked.
-        step: what is timed.
-        checkpointing: whether the backward computes the layers' insides again; the reference then
-            runs one group at a time too.
-    """
-
-    geometry: str = "qwen3-1.7b"
-    layers: int = 14
-    name: str
-    task: str
-    mode: str = "eager"
-    prompt: int = 1024
-    shortest: int = 128
-    longest: int = 768
-    samples: int = 8
-    group: int = 8
-    batches: int = 1
-    step: str = "forward, backward, AdamW"
-    checkpointing: bool = False
-
-    def data(self) -> dict[str, Any]:
-        return {field: value for field, value in super().data().items() if field != "name"}
-
-
 class Draws:
     """Random prompts and answers of a case."""
 
     def __init__(self, case: PreferenceCase) -> None:
         self.case, self.rng = case, random.Random(case.seed)
-        self.vocab_size = case.vocab_size
+        config = GEOMETRIES[case.geometry](case.layers)
+        names = ("image_token_id", "vision_start_token_id")
+        self.vocab_size = min(getattr(config, name, case.vocab_size) for name in names)
 
     def prompt(self) -> list[int]:
-        return self._tokens(self.case.prompt)
+        return self.tokens(self.case.prompt)
 
     def answer(self) -> list[int]:
-        return self._tokens(self.rng.randint(self.case.shortest, self.case.longest))
+        return self.tokens(self.rng.randint(self.case.shortest, self.case.longest))
 
     def topics(self) -> list[list[int]]:
         every = texts.topic_ids(self.vocab_size, self.case.longest)
         return self.rng.sample(every, self.case.samples)
 
-    def _tokens(self, count: int) -> list[int]:
+    def tokens(self, count: int) -> list[int]:
+        """Of text."""
         return [self.rng.randrange(len(SPECIAL), self.vocab_size) for _ in range(count)]
 
 
@@ -97,6 +69,7 @@ class Task:
         has_reference: whether a reference model takes part.
         trainer: policy, reference model, settings -> the trainer.
         batch: the trainer's batch on the host.
+        packed: the same batch as packed rows on the host.
         cancels: whether the loss is a sum of terms of size 1 that may cancel, as advantages do
             over answers of equal length: its rounding is then theirs.
     """
@@ -106,12 +79,14 @@ class Task:
     trainer: Callable[[PreTrainedModel, PreTrainedModel | None, Settings], Any]
     batch: Callable[[Any, Draws], Batch]
     cancels: bool = False
+    packed: Callable[[Any, Draws], Batch] | None = None
 
     def new_model(self, case: PreferenceCase, device: torch.device) -> PreTrainedModel:
         """In train mode, with random weights, always the same."""
         changes: dict[str, Any] = {"pad_token_id": SPECIAL["<pad>"], "use_cache": False}
         if self.labels is None:
-            return case.new_model(AutoModelForCausalLM, device, **changes)
+            maker = AutoModelForImageTextToText if case.images else AutoModelForCausalLM
+            return case.new_model(maker, device, **changes)
         changes["num_labels"] = self.labels
         return case.new_model(AutoModelForSequenceClassification, device, **changes)
 
@@ -204,7 +179,7 @@ def _grpo_batch(trainer: Any, draws: Draws) -> Batch:
     prompt_ids = torch.tensor(prompts).repeat_interleave(group, dim=0)
     rewards = torch.tensor([draws.rng.random() for _ in range(count)]).view(-1, group)
     spread = rewards.std(dim=1, keepdim=True)
-    return {
+    batch = {
         "prompt_ids": prompt_ids,
         "prompt_mask": torch.ones_like(prompt_ids),
         "completion_ids": torch.nn.utils.rnn.pad_sequence(answers, batch_first=True),
@@ -212,12 +187,13 @@ def _grpo_batch(trainer: Any, draws: Draws) -> Batch:
         "advantages": ((rewards - rewards.mean(dim=1, keepdim=True)) / spread).flatten(),
         "num_items_in_batch": lengths.sum(),
     }
+    return preference_images.prompts(draws, batch) if draws.case.images else batch
 
 
-# ---- classification ----
+# ---- transformers' Trainer: classification, documents with images ----
 
 
-def _classification(model: PreTrainedModel, _: PreTrainedModel | None, settings: Settings) -> Any:
+def _trainer(model: PreTrainedModel, _: PreTrainedModel | None, settings: Settings) -> Any:
     return Trainer(
         model=model,
         args=TrainingArguments(**settings),
@@ -237,5 +213,8 @@ TASKS = {
     "dpo": Task(None, True, _dpo, _dpo_batch),
     "grpo": Task(None, False, _grpo, _grpo_batch, cancels=True),
     "reward": Task(1, False, _reward, _reward_batch),
-    "classification": Task(KINDS, False, _classification, _classification_batch),
+    "classification": Task(KINDS, False, _trainer, _classification_batch),
+    "images": Task(
+        None, False, _trainer, preference_images.padded, packed=preference_images.packed
+    ),
 }

@@ -1,0 +1,126 @@
+"""The cases of the suite "preference"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flexvarlen.bench.suites.model.geometries import GeometryCase
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceCase(GeometryCase):
+    """One trainer, model and batch.
+
+    Attributes:
+        prompt: tokens of every prompt; 0: a sample is one of Python's help topics.
+        shortest, longest: tokens of an answer, uniformly; topics are cut at `longest`.
+        samples: of a batch: pairs, completions of GRPO, or texts.
+        group: completions of one prompt in GRPO.
+        batches: taken in turns; the first is checked.
+        step: what is timed.
+        checkpointing: whether the backward computes the layers' insides again; the reference then
+            runs one group at a time too, of text.
+        images: at most of a document, or of each prompt; the texts come after them.
+        smallest_image, largest_image: about the tokens of one, uniformly.
+    """
+
+    geometry: str = "qwen3-1.7b"
+    layers: int = 14
+    name: str
+    task: str
+    mode: str = "eager"
+    prompt: int = 1024
+    shortest: int = 128
+    longest: int = 768
+    samples: int = 8
+    group: int = 8
+    batches: int = 1
+    step: str = "forward, backward, AdamW"
+    checkpointing: bool = False
+    images: int = 0
+    smallest_image: int = 256
+    largest_image: int = 1500
+
+    def data(self) -> dict[str, Any]:
+        hidden = ("name",) if self.images else ("name", "images", "smallest_image", "largest_image")
+        return {field: value for field, value in super().data().items() if field not in hidden}
+
+
+CASES = (
+    PreferenceCase(name="dpo", task="dpo"),
+    PreferenceCase(name="dpo-4096", task="dpo", samples=2, prompt=4096),  # logits of a token: 152K
+    PreferenceCase(name="grpo", task="grpo", samples=16),
+    PreferenceCase(name="grpo-16", task="grpo", samples=16, group=16),
+    PreferenceCase(name="grpo-4096", task="grpo", samples=16, prompt=4096),
+    PreferenceCase(name="grpo-4096-16", task="grpo", samples=16, group=16, prompt=4096),
+    PreferenceCase(
+        name="grpo-hybrid-4096",
+        task="grpo",
+        geometry="qwen3.5-2b",
+        layers=12,
+        samples=32,
+        prompt=4096,
+        shortest=512,
+        longest=512,
+        checkpointing=True,  # without shared prompts 147,456 tokens
+    ),
+    PreferenceCase(
+        name="grpo-experts-4096",
+        task="grpo",
+        geometry="qwen3-30b-a3b",
+        layers=4,
+        samples=16,
+        prompt=4096,
+    ),
+    PreferenceCase(name="reward", task="reward"),
+    PreferenceCase(
+        name="classification", task="classification", prompt=0, shortest=0, longest=4096
+    ),
+    PreferenceCase(
+        name="images",
+        task="images",
+        geometry="qwen3-vl-2b",
+        layers=28,
+        prompt=0,
+        shortest=64,
+        longest=512,
+        checkpointing=True,  # without it the padded batch does not fit
+        images=4,
+    ),
+    PreferenceCase(
+        name="grpo-images",
+        task="grpo",
+        geometry="qwen3-vl-2b",
+        layers=28,
+        prompt=256,
+        checkpointing=True,
+        images=3,
+    ),
+    # Compiling takes longer than all else: few layers.
+    PreferenceCase(name="dpo-compiled", task="dpo", mode="compiled", layers=2, batches=5),
+)
+QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 1, "batches": 1, "shortest": 3}
+QUICK_OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3.5-2b": {"geometry": "qwen3.5-tiny", "layers": 2, "samples": 16},
+    "qwen3-30b-a3b": {"geometry": "qwen3-moe-tiny"},
+    "qwen3-vl-2b": {
+        "geometry": "qwen3-vl-tiny",
+        "longest": 40,
+        "smallest_image": 4,
+        "largest_image": 24,
+    },
+}
+
+
+def quick_cases() -> list[PreferenceCase]:
+    """The same, small enough for a CPU."""
+    pairs: dict[str, Any] = {"prompt": 40, "longest": 20}
+    topics: dict[str, Any] = {"longest": 400}
+    return [
+        replace(
+            case,
+            **QUICK | (pairs if case.prompt else topics) | QUICK_OTHERS.get(case.geometry, {}),
+        )
+        for case in CASES
+    ]
