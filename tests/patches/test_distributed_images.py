@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import flexvarlen as fv
+from flexvarlen.patches.forward.idle_tower import run_idle_tower
+from flexvarlen.patches.state import ATTRIBUTE
 from tests.patches import images_ranks
 from tests.patches.images_ranks import CASES, QWEN, inputs_of, new
 from tests.patches.models.tower_images import PROCESSORS
+from tests.tiny_models import new_model
 
 
 def assert_learned(rank, expected):
@@ -49,3 +53,9 @@ def test_trainers(ranks, by):
         assert found.keys() == expected.keys()
         for name, weight in found.items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("kind", "has_it"), [("qwen3", False), ("gemma3", True), (QWEN, True)])
+def test_only_models_with_images_have_the_stage(kind, has_it):
+    patch = fv.patch_model(new_model(kind), "sdpa").model.__dict__[ATTRIBUTE]
+    assert (run_idle_tower in patch.stages.arguments) == has_it
