@@ -56,7 +56,8 @@ def row_of(
     if batch is None:
         if tokens is None:
             tokens = DEFAULT_TOKENS.get(model.device.type, DEFAULT_TOKENS["cpu"])
-        batch = packed_text(vocabulary=model.config.vocab_size, tokens=tokens, seed=seed)
+        vocabulary = int(model.config.get_text_config().vocab_size)
+        batch = packed_text(vocabulary=vocabulary, tokens=tokens, seed=seed)
     if isinstance(batch, Mapping):
         batch = row_from(batch)
     return batch.to(model.device)

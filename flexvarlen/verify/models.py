@@ -208,10 +208,18 @@ def build_model(
 
 
 def _load(name: str, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer
+
+    from flexvarlen.patches.models.families import BY_TYPE
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
+        family = BY_TYPE.get(AutoConfig.from_pretrained(name).model_type)
+        has_images = family is not None and family.task == "ImageTextToText"
+        kind: Any = getattr(
+            transformers, f"AutoModelFor{'ImageTextToText' if has_images else 'CausalLM'}"
+        )
+        model = kind.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise _not_loaded(name, error) from error
     try:
@@ -256,7 +264,7 @@ class NamedModels:
             self._last = None  # before the next model is built, as two may not fit
             model, tokenizer = build_model(name, device=self.device, dtype=dtype, seed=seed)
             row = packed_text(
-                vocabulary=model.config.vocab_size,
+                vocabulary=int(model.config.get_text_config().vocab_size),
                 tokens=tokens or DEFAULT_TOKENS[self.device.type],
                 seed=seed,
                 files=self.text,

@@ -10,6 +10,7 @@ from typing import Any
 from flexvarlen.patches.batch.image_runs import runs_finder
 from flexvarlen.patches.batch.labels import target_maker
 from flexvarlen.patches.batch.positions import position_maker
+from flexvarlen.patches.forward.idle_tower import has_idle_tower, run_idle_tower
 from flexvarlen.patches.forward.padding import pad_outputs, unpad_batch, unpad_below_head
 from flexvarlen.patches.forward.pooling import (
     check_document_head,
@@ -54,6 +55,7 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
         arguments=_those(
             (is_base and parts.shares_keys, prepare_shared_keys),
             (is_base and parts.drops_keywords, context_from_mask),
+            (is_base and has_idle_tower(parts), run_idle_tower),
         ),
         refusals=_those((has_sound, refuse_sound), (over_ranks, check_shard)),
         batch=_those(

@@ -57,13 +57,14 @@ def sample_documents(
     if base.device.type != "cuda":
         return everything
     free, _ = torch.cuda.mem_get_info(base.device)
-    layers = base.config.num_hidden_layers if train else 1
+    config: Any = base.config.get_text_config()
+    layers = config.num_hidden_layers if train else 1
     chosen: list[int] = []
     tokens = 0
     for document in random.Random(seed).sample(everything, len(everything)):
         length = batch.lengths[document]
-        matrices = layers * KEPT_MATRICES * base.config.num_attention_heads * length * length
-        logits = 3 * length * base.config.vocab_size
+        matrices = layers * KEPT_MATRICES * config.num_attention_heads * length * length
+        logits = 3 * length * config.vocab_size
         fits = 8 * (matrices + logits) <= free * REFERENCE_MEMORY_SHARE
         if fits and tokens + length <= REFERENCE_TOKENS:
             chosen.append(document)

@@ -176,7 +176,7 @@ def find_leak(variant: Variant, batch: Row, seed: int) -> Leak:
     """
     units = units_of(batch.layout())
     everyone = range(len(units))
-    vocabulary = variant.model.config.vocab_size
+    vocabulary = variant.model.config.get_text_config().vocab_size
     labels = batch.labels()
     counted = batch.counted(labels)
 

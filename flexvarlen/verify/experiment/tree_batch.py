@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.packing.images import PIXELS
 from flexvarlen.reference.model import IGNORE_INDEX, Loss, weighted_loss
 from flexvarlen.verify.experiment.batch import GivenBatch, PackedBatch
 
@@ -135,8 +136,8 @@ def row_from(batch: Mapping[str, Any]) -> Row:
     device.
 
     Raises:
-        ValueError: no input_ids, boundaries that break the contract, a cache, or shift_labels
-            without label_counts.
+        ValueError: no input_ids, boundaries that break the contract, a cache, images, or
+            shift_labels without label_counts.
     """
     from flexvarlen.patches.isolation.documents import layout_of, units_of  # imports transformers
 
@@ -145,6 +146,12 @@ def row_from(batch: Mapping[str, Any]) -> Row:
             raise ValueError(
                 f"batch must hold no {name}, got {type(batch[name]).__name__}; remove it: every "
                 "forward of a comparison starts without one."
+            )
+    for name in PIXELS:
+        if batch.get(name) is not None:
+            raise ValueError(
+                f"batch must hold text alone in a comparison, got {name}; remove the images, and "
+                "check those with fv.verify_isolation."
             )
     layout = layout_of(batch)
     ids: Tensor = batch["input_ids"].reshape(1, -1)

@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.random_state import RandomState
 from flexvarlen.parallel.every_rank import EveryRank
+from flexvarlen.patches.forward.idle_tower import is_sharded
 from flexvarlen.patches.isolation.documents import documents_of, shares_rows, units_of
 from flexvarlen.patches.isolation.model_run import training_mode
 from flexvarlen.patches.isolation.report import IsolationReport
@@ -175,13 +175,3 @@ def several_documents(
             f"were tried have one, and the collator does not accept {size + 1}; pass batch= to "
             "IsolationCallback, the collator's output for two short documents."
         ) from error
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters are sharded over processes, by FSDP or DeepSpeed ZeRO-3."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
-        isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
-        for parameter in model.parameters()
-    )

@@ -20,7 +20,7 @@ from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.models import GEOMETRIES, build_model
 from tests.forms import given
 from tests.planted import plant, with_gradient
-from tests.tiny_models import config_of, padded_rows, two_rows
+from tests.tiny_models import config_of, new_model, padded_rows, two_rows
 from tests.verify.planted import LENGTHS, TOKENS, larger_gradient, nan, new_batch, raising
 
 pytestmark = pytest.mark.usefixtures("timed_briefly")
@@ -115,6 +115,19 @@ def test_hybrid_is_right_and_transformers_leaks(kind):
     found = run_compare(model, batch, "sdpa,transformers:sdpa", packings=1)
     assert found.verdict("sdpa") == "right"
     assert found.verdict("transformers:sdpa") == ("unsupported" if kind == "mamba2" else "leaks")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
+def test_text_of_a_model_with_a_vision_tower(kind):
+    report = run_compare(new_model(kind), new_batch(vocabulary=80), f"sdpa,{CACHED}", packings=0)
+    assert report.record("sdpa").measures["verdict"] == "right"
+    assert report.record("sdpa").measures["gradient_max"] > 0
+    assert report.record(CACHED).measures["leaked_documents"] > 0
+
+
+def test_images_are_refused(llama):
+    with pytest.raises(ValueError, match="text alone in a comparison, got pixel_values; remove"):
+        run_compare(llama, {"input_ids": torch.ones(1, 4).long(), "pixel_values": torch.ones(1)})
 
 
 @pytest.mark.gpu

@@ -18,6 +18,8 @@ from flexvarlen.verify.isolation.callback import (
 )
 from flexvarlen.verify.models import build_model
 from tests.contract_training import settings
+from tests.patches.models import images
+from tests.tiny_models import new_model
 
 LENGTHS = (5, 11, 3, 8, 7, 4, 9, 6)
 
@@ -226,3 +228,43 @@ def test_no_two_documents_fit():
     with pytest.raises(ValueError, match=r"at least two documents, but .*; pass batch=") as e:
         several_documents(loader, 1)
     assert "total_tokens=16" in str(e.value.__cause__)
+
+
+# ---- images ----
+
+
+def examples_with_images():
+    return [
+        {
+            "input_ids": x.ids,
+            "mm_token_type_ids": x.types,
+            **({"pixel_values": x.patches, "image_grid_thw": x.grid} if len(x.grid) else {}),
+        }
+        for x in images.documents()
+    ]
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_documents_with_images(train, leaks, monkeypatch):
+    """Planted: an image of the first document is added to one of the third."""
+    model = fv.patch_model(new_model("qwen3_vl"), "sdpa")
+    base, callback = model.model, IsolationCallback(examples=4)
+    of_images = base.get_image_features
+
+    def spill(*args, **kwargs):
+        found = of_images(*args, **kwargs)
+        first, second, *others = found.pooler_output
+        found.pooler_output = (first, second + first.mean(0), *others)
+        return found
+
+    if leaks:
+        monkeypatch.setattr(base, "get_image_features", spill)
+    collate = fv.PackedCollator(model=model)
+    options = {"dataset": examples_with_images(), "collate": collate, "max_steps": 1}
+    if leaks:
+        with pytest.raises(fv.IsolationError):
+            train(model, callback, **options)
+    else:
+        train(model, callback, **options)
+        assert callback.reports[0].gradients == "bits"
+        assert callback.reports[0].num_docs == 4
