@@ -14,7 +14,9 @@
 | `tree_picture.py` | draws trees |
 | `collator.py` | `PackedCollator` concatenates documents into one row of fixed shape |
 | `columns.py` | the columns that `PackedCollator` accepts, as rows of arrays |
-| `images.py` | the columns of images and videos, joined, and positions of their tokens |
+| `images.py` | the columns of images and videos: read, checked, joined |
+| `rope_index.py` | positions of images' tokens, by a model's `get_rope_index` |
+| `tree_images.py` | images that samples share |
 | `sampler.py` | `BalancedSampler` shuffles rows so that attention cost is balanced over ranks |
 | `loader_pass.py` | the state of accelerate's data loader that the sampler and the collators need |
 """

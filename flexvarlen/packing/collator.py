@@ -33,12 +33,12 @@ from flexvarlen.packing.images import (
     GRIDS,
     IMAGES,
     TOKEN_TYPES,
-    RopeIndex,
+    has_images,
     joined_images,
-    rope_positions,
     text_alone,
 )
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING, is_dispatched
+from flexvarlen.packing.rope_index import RopeIndex, rope_positions
 
 _GIVEN = "labels as given"  # a document's labels that the collator did not make
 
@@ -195,6 +195,12 @@ class PackedCollator:
         self._mask_first_labels(documents)
         fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, **self.extra}
         fills |= {name: 0 for name in TOKEN_TYPES if any(name in each for each in documents)}
+        for name in TOKEN_TYPES:
+            if name in fills and any(has_images(row) and name not in row for row in rows):
+                raise ValueError(
+                    f"{name} must be given for all documents with images or for none; make all "
+                    "documents with one processor."
+                )
         batch: dict[str, Any] = {}
         for name, fill in fills.items():
             zeros = (np.zeros_like(document["input_ids"]) for document in documents)
@@ -230,16 +236,11 @@ class PackedCollator:
 
     def _set_image_positions(self, batch: dict[str, Any], layout: PackedLayout) -> None:
         """Set position_ids of 4 rows, or none, so that the model makes them."""
-        if (types := batch.get("mm_token_type_ids")) is None:
-            raise ValueError(
-                "features with images must have mm_token_type_ids, got none; call the processor "
-                "with return_mm_token_type_ids=True."
-            )
         in_document = batch.pop("position_ids")
         if self.model is not None:
             documents = torch.arange(sum(layout.lengths or ())).split(list(layout.lengths or ()))
-            tokens = batch["input_ids"][0]
-            rope, _ = rope_positions(self.model, tokens, types[0], documents, batch)
+            tokens, types = batch["input_ids"][0], batch["mm_token_type_ids"][0]
+            rope, _ = rope_positions(self.model, tokens, types, documents, batch)
             batch["position_ids"] = torch.cat([in_document, rope])[:, None]
 
     def check_dispatched(self) -> None:
@@ -286,7 +287,7 @@ class PackedCollator:
             max_seqlen_bound=self.max_seqlen_bound,
         )
 
-    def _documents(self, row: Mapping[str, NDArray[Any]]) -> Iterator[dict[str, NDArray[Any]]]:
+    def _documents(self, row: dict[str, NDArray[Any]]) -> Iterator[dict[str, NDArray[Any]]]:
         """Yield the documents of one row, without padding; labels default to the input_ids."""
         check_row(row, self.extra)
         tokens = row["input_ids"]

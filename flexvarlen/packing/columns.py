@@ -14,7 +14,13 @@ from torch import Tensor
 
 from flexvarlen.layout.labels import IGNORE_INDEX, why_not_labels
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.packing.images import IMAGES, TOKEN_TYPES, has_images
+from flexvarlen.packing.images import (
+    IMAGES,
+    TOKEN_TYPES,
+    check_images,
+    has_images,
+    read_images,
+)
 
 KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "seq_idx")
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "packed_layout")
@@ -103,8 +109,9 @@ def rows_of(feature: Any, extra: Iterable[str]) -> Iterator[dict[str, NDArray[An
     arrays = {
         name: _array(name, value)
         for name, value in feature.items()
-        if value is not None and name not in _NO_COLUMNS
+        if value is not None and name not in (*_NO_COLUMNS, *IMAGES)
     }
+    arrays |= read_images(feature)
     tokens = arrays.get("input_ids")
     if tokens is None or tokens.ndim == 1:
         yield arrays
@@ -231,7 +238,7 @@ def check_size(name: str, values: NDArray[Any], tokens: NDArray[Any]) -> None:
         )
 
 
-def check_row(row: Mapping[str, NDArray[Any]], extra: Iterable[str]) -> None:
+def check_row(row: dict[str, NDArray[Any]], extra: Iterable[str]) -> None:
     """Raise unless each token has an integer of each column and all of `extra` are there."""
     for name in extra:
         if name not in row:
@@ -249,6 +256,9 @@ def check_row(row: Mapping[str, NDArray[Any]], extra: Iterable[str]) -> None:
             f"input_ids must be at least 0, got {tokens.min()}; fix the document (only "
             "labels may be -100)."
         )
+    if has_images(row):
+        kept = row.get("attention_mask", np.ones_like(tokens)) != 0
+        check_images(row | {name: row[name][kept] for name in TOKEN_TYPES if name in row})
     why = why_not_labels("labels", row["labels"]) if "labels" in row else None
     if why is not None:
         raise ValueError(why)

@@ -1,19 +1,14 @@
-"""What processors return for images and videos: columns of images, and positions of their tokens.
-
-Shapes: T tokens of all documents.
-"""
+"""The columns that processors return for images and videos: read, checked and joined."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import Tensor
 
 from flexvarlen.layout.labels import IGNORE_INDEX
 
@@ -30,13 +25,80 @@ IMAGES = (
     "spatial_shapes",
     "image_position_ids",
     "video_position_ids",
+    "num_frames_per_video",
 )
 """Columns with one row for each image, tile, patch or video, in the order of the tokens."""
 
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 """Columns that say of each token whether it is text, 0, or what else it is."""
 
+KINDS = {1: ("image_grid_thw", "pixel_values"), 2: ("video_grid_thw", "pixel_values_videos")}
+"""The type of their tokens, and the columns, of images and videos in Qwen-VL models."""
+
 Columns = Mapping[str, NDArray[Any]]
+
+
+def read_images(columns: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """The columns of images of a document, with a row for each image, tile or patch."""
+    found = {}
+    for name in IMAGES:
+        value = columns.get(name)
+        if value is None:
+            continue
+        if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
+            value = torch.stack(list(value))
+        if isinstance(value, Tensor):
+            value = value.detach().cpu()
+            value = value.float() if value.dtype == torch.bfloat16 else value
+        shape = {"image_grid_thw": (-1, 3), "video_grid_thw": (-1, 3), "second_per_grid_ts": (-1,)}
+        array = np.asarray(value)
+        array = array.reshape(shape[name]) if name in shape else array
+        if len(array):
+            found[name] = array
+    pixels = found.get("pixel_values")
+    if pixels is not None and pixels.ndim == 5 and "image_sizes" not in found:  # see joined_images
+        for name in ("pixel_values", "pixel_attention_mask"):
+            if name in found:
+                found[name] = found[name].reshape(-1, *found[name].shape[2:])
+    return found
+
+
+def check_images(columns: Columns) -> None:
+    """Check that a document's images and the types of its tokens fit together.
+
+    Args:
+        columns: `mm_token_type_ids` `[L]` of the tokens that are kept, and those of images.
+
+    Raises:
+        ValueError: they do not; another document would get them.
+    """
+    types = columns.get("mm_token_type_ids")
+    for kind, (grid_name, pixels_name) in KINDS.items():
+        grid, rows = columns.get(grid_name), len(columns.get(pixels_name, ()))
+        if grid is None:
+            continue
+        if types is None:
+            raise ValueError(
+                "a document with images must have mm_token_type_ids, got none; call the processor "
+                "with return_mm_token_type_ids=True."
+            )
+        is_image = types == kind
+        runs = int(is_image[0]) + int((np.diff(is_image.astype(np.int8)) == 1).sum())
+        tokens, patches = int(is_image.sum()), grid.prod(-1)
+        per_token = rows // max(tokens, 1)
+        frames = int(grid[:, 0].sum())  # of which Qwen3-VL makes a run each
+        if (
+            int(patches.sum()) != rows
+            or per_token * tokens != rows
+            or (patches % max(per_token, 1)).any()
+            or not (runs == len(grid) or (kind == 2 and runs == frames))
+        ):
+            raise ValueError(
+                f"{grid_name} must have a row for each run of tokens whose mm_token_type_ids are "
+                f"{kind}, and as many patches as {pixels_name}, got {len(grid)} rows of "
+                f"{int(patches.sum())} patches for {runs} runs of {tokens} tokens and {rows} "
+                "patches; pass what the processor returns, uncut."
+            )
 
 
 def joined_images(rows: Sequence[Columns]) -> dict[str, Tensor]:
@@ -47,10 +109,19 @@ def joined_images(rows: Sequence[Columns]) -> dict[str, Tensor]:
     """
     found = {}
     for name in IMAGES:
-        given = [row[name] for row in rows if name in row and len(row[name])]
+        given = [row[name] for row in rows if name in row]
         if given:
             joined = torch.from_numpy(_joined(name, given))
             found[name] = joined.float() if joined.is_floating_point() else joined
+    seconds, videos = found.get("second_per_grid_ts"), found.get("video_grid_thw", ())
+    if seconds is not None and len(seconds) != len(videos):
+        raise ValueError(
+            f"second_per_grid_ts must be given for all {len(videos)} videos or for none, got "
+            f"{len(seconds)}; make all documents with one processor."
+        )
+    mask = found.get("pixel_attention_mask")
+    if mask is not None and mask.ndim == 3:  # of Idefics and SmolVLM, whose images are rows of one
+        found |= {x: found[x][None] for x in ("pixel_values", "pixel_attention_mask")}
     return found
 
 
@@ -64,7 +135,8 @@ def _joined(name: str, given: list[NDArray[Any]]) -> NDArray[Any]:
             f"{sorted(shapes)}; make all documents with one processor."
         )
     fill = -1 if name.endswith("position_ids") else 0  # Gemma 4 marks padding by -1
-    whole = np.full((sum(map(len, given)), *np.max(list(shapes), axis=0)), fill, given[0].dtype)
+    shape = sum(map(len, given)), *np.max(list(shapes), axis=0)
+    whole = np.full(shape, fill, np.result_type(*given))
     first = 0
     for x in given:
         whole[(slice(first, first + len(x)), *map(slice, x.shape[1:]))] = x
@@ -99,81 +171,3 @@ def text_alone(columns: Columns) -> NDArray[Any]:
                 "get none; call the processor with return_mm_token_type_ids=True."
             )
     return tokens if types is None else np.where(types == 0, tokens, IGNORE_INDEX)
-
-
-# ---- positions in time, height and width ----
-
-
-@dataclass(frozen=True)
-class RopeIndex:
-    """The `get_rope_index` of a model, without its weights.
-
-    Attributes:
-        kind: the model's class that has it.
-        config: of the model.
-    """
-
-    kind: type[nn.Module]
-    config: Any
-
-    @classmethod
-    def of(cls, model: Any) -> RopeIndex | None:
-        """That of a model, or None for a model without positions in three dimensions.
-
-        Raises:
-            ValueError: it is not a model.
-        """
-        if not isinstance(model, nn.Module):
-            raise ValueError(
-                f"model must be a transformers model, got {type(model).__name__}; pass the model "
-                "that is trained."
-            )
-        having = (x for x in model.modules() if hasattr(x, "get_rope_index"))
-        found: Any = next(having, None)
-        return None if found is None else cls(type(found), found.config)
-
-    def __call__(self, **inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions `[3, N, L]` and what decoding adds to them `[N, 1]`; see transformers."""
-        model: Any = self.kind.__new__(self.kind)
-        nn.Module.__init__(model)
-        model.config = self.config
-        found: tuple[Tensor, Tensor] = model.get_rope_index(**inputs)
-        return found
-
-
-def rope_positions(
-    get_rope_index: Callable[..., tuple[Tensor, Tensor]],
-    input_ids: Tensor,
-    types: Tensor,
-    documents: Sequence[Tensor],
-    images: Mapping[str, Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Positions in time, height and width, of each document alone.
-
-    Args:
-        get_rope_index: the model's; called for the documents with images.
-        input_ids, types: `[T]`, on the CPU.
-        documents: the indices of each document's tokens.
-        images: the columns of images of all documents, on the CPU.
-
-    Returns:
-        int64 `[3, T]`, 0 at tokens of no document, and what decoding adds to positions, `[N, 1]`.
-    """
-    positions = torch.zeros(3, len(input_ids), dtype=torch.long)
-    deltas = torch.zeros(len(documents), 1, dtype=torch.long)
-    with_images = [i for i, tokens in enumerate(documents) if types[tokens].any()]
-    for i in set(range(len(documents))).difference(with_images):
-        positions[:, documents[i]] = torch.arange(len(documents[i]))
-    if with_images:
-        chosen = [documents[i] for i in with_images]
-        tokens_NL = pad_sequence(chosen, batch_first=True, padding_value=-1)
-        is_token_NL = tokens_NL >= 0
-        about = {name: images[name] for name in (*GRIDS, "second_per_grid_ts") if name in images}
-        rope_3NL, deltas[with_images] = get_rope_index(
-            input_ids=input_ids[tokens_NL.clamp(min=0)],
-            mm_token_type_ids=types[tokens_NL.clamp(min=0)],
-            attention_mask=is_token_NL,
-            **about,
-        )
-        positions[:, tokens_NL[is_token_NL]] = rope_3NL[:, is_token_NL]
-    return positions, deltas

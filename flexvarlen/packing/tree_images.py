@@ -20,17 +20,17 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.packing.images import (
     GRIDS,
+    KINDS,
     PIXELS,
-    RopeIndex,
+    check_images,
     has_images,
     joined_images,
-    rope_positions,
+    read_images,
 )
+from flexvarlen.packing.rope_index import RopeIndex, rope_positions
 
 TYPES = "mm_token_type_ids"
 SAMPLE_COLUMNS = (TYPES, *GRIDS, *PIXELS, "second_per_grid_ts")
-_KINDS = {1: ("image_grid_thw", "pixel_values"), 2: ("video_grid_thw", "pixel_values_videos")}
-"""The type of their tokens, and the columns, of images and videos."""
 
 
 class Image(NamedTuple):
@@ -67,37 +67,20 @@ def rope_index_of(model: Any) -> RopeIndex:
     return found
 
 
-def images_in(name: str, types: NDArray[np.int64], columns: Mapping[str, Any]) -> list[Image]:
+def images_in(types: NDArray[np.int64], columns: Mapping[str, Any]) -> list[Image]:
     """Images and videos, in the order of their first tokens.
 
     Args:
-        name: whose they are, for errors, such as "sample 3".
         types: int64 `[L]`.
-        columns: of images; grids on the host.
-
-    Raises:
-        ValueError: the tokens, grids and patches do not fit together.
+        columns: of images, checked by `check_images`; grids on the host.
     """
     found = []
-    for kind, (grid_name, pixels_name) in _KINDS.items():
-        tokens = np.flatnonzero(types == kind)
-        grid = np.asarray(columns.get(grid_name, np.zeros((0, 3), np.int64)))
-        rows, patches = len(columns.get(pixels_name, ())), grid.prod(-1)
-        per_token, rest = divmod(rows, max(len(tokens), 1))
-        if (
-            patches.sum() != rows
-            or (rows and not len(tokens))
-            or rest
-            or (patches % max(per_token, 1)).any()
-        ):
-            raise ValueError(
-                f"{pixels_name} of {name} must have the patches of {grid_name}, and the "
-                f"same number for each of {len(tokens)} tokens of {TYPES}, got {rows}; pass what "
-                "the processor of a Qwen-VL model returns."
-            )
-        ends = np.cumsum([0, *patches]) // max(per_token, 1)
-        for index, (a, b) in enumerate(pairwise(ends.tolist())):
-            found.append(Image(kind, index, tokens[a:b]))
+    for kind, (grid_name, pixels_name) in KINDS.items():
+        if columns.get(grid_name) is not None:
+            tokens, patches = np.flatnonzero(types == kind), np.asarray(columns[grid_name]).prod(-1)
+            ends = np.cumsum([0, *patches]) // (len(columns[pixels_name]) // len(tokens))
+            for number, (a, b) in enumerate(pairwise(ends.tolist())):
+                found.append(Image(kind, number, tokens[a:b]))
     return sorted(found, key=lambda image: int(image.tokens[0]))
 
 
@@ -113,7 +96,7 @@ class SharedImages:
         self.images, self.columns = images, columns
         self._keys: dict[tuple[int, int], int] = {}
         known: dict[Any, int] = {}
-        for kind, (grid_name, pixels_name) in _KINDS.items():
+        for kind, (grid_name, pixels_name) in KINDS.items():
             if grid_name not in columns:
                 continue
             grid = columns[grid_name].tolist()
@@ -139,7 +122,7 @@ class SharedImages:
         Raises:
             ValueError: an image lies in two segments.
         """
-        taken: dict[int, list[int]] = {kind: [] for kind in _KINDS}
+        taken: dict[int, list[int]] = {kind: [] for kind in KINDS}
         for sample, start, stop in tree.pieces:
             for kind, number, tokens in self.images[sample]:
                 if start <= tokens[0] < stop:
@@ -150,7 +133,7 @@ class SharedImages:
                             "let a token of text follow it, before labels differ."
                         )
         found = {}
-        for kind, (grid_name, pixels_name) in _KINDS.items():
+        for kind, (grid_name, pixels_name) in KINDS.items():
             if not taken[kind]:
                 continue
             grid, pixels = self.columns[grid_name], self.columns[pixels_name]
@@ -176,14 +159,17 @@ class ImagesOfSamples:
         seen = Counter[int]()
         for index, (sample, tokens) in enumerate(zip(samples, ids, strict=True)):
             given = sample if isinstance(sample, Mapping) else {}
-            own = {x: np.asarray(given[x]) for x in SAMPLE_COLUMNS if given.get(x) is not None}
-            types = own.pop(TYPES, np.zeros_like(tokens)).astype(np.int64)
+            own = read_images(given)
+            types = np.zeros_like(tokens)
+            if given.get(TYPES) is not None:
+                types = np.asarray(given[TYPES]).astype(np.int64)
             if types.shape != tokens.shape:
                 raise ValueError(
                     f"{TYPES} of sample {index} must have a value for each of {len(tokens)} tokens,"
                     f" got shape {list(types.shape)}; pass what the processor returns."
                 )
-            images = images_in(f"sample {index}", types, own)
+            check_images(own | {TYPES: types})
+            images = images_in(types, own)
             found.append([x._replace(number=seen[x.kind] + x.number) for x in images])
             seen.update(x.kind for x in images)
             self.types.append(types)
@@ -220,7 +206,7 @@ def _hashes(pixels: Tensor, patches: Tensor) -> list[int]:
     Of random weights, so that two images that differ get equal ones with a probability below
     2**-40. Bits are not compared: pixels would have to be copied to the host.
     """
-    of_bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    of_bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = pixels.contiguous().view(of_bits[pixels.element_size()]).flatten(1)
     image = torch.arange(len(patches), device=pixels.device).repeat_interleave(
         patches.to(pixels.device), output_size=len(pixels)

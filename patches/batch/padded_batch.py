@@ -21,7 +21,7 @@ from flexvarlen.layout.labels import unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.layout.token_map import Padding, SharedPadding
-from flexvarlen.packing.images import GRIDS, IMAGES
+from flexvarlen.packing.images import GRIDS, IMAGES, check_images
 from flexvarlen.packing.tree_images import SAMPLE_COLUMNS, TYPES, Image, SharedImages, images_in
 
 MIN_SHARED_TOKENS = 32
@@ -235,11 +235,16 @@ def _images_of(types: list[NDArray[np.int64]], inputs: dict[str, Any]) -> Shared
     Raises:
         ValueError: an image's tokens lie in two rows.
     """
-    columns = {name: inputs[name] for name in SAMPLE_COLUMNS if inputs.get(name) is not None}
-    on_host = {name: x.cpu() if name in GRIDS else x for name, x in columns.items()}
+    given = {name: inputs[name] for name in SAMPLE_COLUMNS if inputs.get(name) is not None}
+    columns = {name: torch.as_tensor(x) for name, x in given.items()}
+    on_host: dict[str, Any] = {
+        name: x.cpu().numpy() if name in GRIDS else x for name, x in columns.items()
+    }
+    flat = np.concatenate(types)
+    check_images(on_host | {TYPES: np.concatenate([np.append(row, 0) for row in types])})
     found: list[list[Image]] = [[] for _ in types]
     ends = np.cumsum([len(row) for row in types])
-    for image in images_in("the batch", np.concatenate(types), on_host):
+    for image in images_in(flat, on_host):
         row = int(np.searchsorted(ends, image.tokens[0], "right"))
         if image.tokens[-1] >= ends[row]:
             raise ValueError(

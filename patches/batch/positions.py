@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.packing.images import GRIDS, has_images, rope_positions
+from flexvarlen.packing.images import GRIDS, has_images
+from flexvarlen.packing.rope_index import rope_positions
 from flexvarlen.patches.batch.given import Given
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
@@ -156,7 +157,8 @@ def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> 
     runs = torch.arange(layout.total_tokens, device="cpu").split([*layout.lengths, rest])
     documents = [tokens for tokens in runs if len(tokens) and real[tokens[0]]]
     about = (*GRIDS, "second_per_grid_ts")
-    images = {name: x.cpu() for name in about if isinstance(x := inputs.get(name), Tensor)}
+    given_images = {name: inputs[name] for name in about if inputs.get(name) is not None}
+    images = {name: torch.as_tensor(x).cpu() for name, x in given_images.items()}
     positions, deltas = rope_positions(
         base.get_rope_index, input_ids.flatten().cpu(), types.flatten().cpu(), documents, images
     )

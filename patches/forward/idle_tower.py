@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from flexvarlen.patches.batch.given import Inputs
 from flexvarlen.patches.parts import ModelParts
@@ -165,7 +164,10 @@ def _add_nothing(base: Any, features: list[Tensor]) -> None:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether parameters are sharded over processes, by FSDP or DeepSpeed ZeRO-3."""
+    if not dist.is_available():
+        return False
     from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
 
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
         isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")

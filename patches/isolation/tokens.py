@@ -148,6 +148,10 @@ def with_other_tokens(
     return changed
 
 
+_SIZES = ("image_sizes", "spatial_shapes", "image_position_ids", "video_position_ids")
+"""Columns of models whose images take different numbers of tokens."""
+
+
 def with_other_images(
     inputs: Mapping[str, Any], replaced: Sequence[slice], image_token: int | None
 ) -> dict[str, Tensor]:
@@ -164,7 +168,9 @@ def with_other_images(
         types = (inputs["input_ids"] == image_token).long()
     for kind, name in enumerate(PIXELS, start=1):
         pixels = inputs.get(name)
-        if not isinstance(pixels, Tensor) or types is None:
+        if not isinstance(pixels, Tensor) or types is None or not len(pixels):
+            continue
+        if pixels.ndim == 5 or any(inputs.get(x) is not None for x in _SIZES):
             continue
         flat_T = types.reshape(-1)
         is_replaced_T = torch.zeros_like(flat_T, dtype=torch.bool)

@@ -11,7 +11,7 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.packing import loader_pass
-from flexvarlen.packing.images import RopeIndex, rope_positions
+from flexvarlen.packing.rope_index import RopeIndex, rope_positions
 from tests.packing.test_pieces import of_arrow, of_list, of_tensors, of_transform
 from tests.patches.models import images, tower_images
 from tests.tiny_models import new_model
@@ -153,13 +153,41 @@ def test_a_loader_worker_gets_no_weights():
 
 IMAGE = {"input_ids": [1, 2], "pixel_values": np.ones((4, 2)), "image_grid_thw": [[1, 2, 2]]}
 TYPES = {"mm_token_type_ids": [0, 1]}
+NO_IMAGES = {"mm_token_type_ids": [0, 0]}
+TWO = {
+    "input_ids": [1, 9, 2, 9],
+    "mm_token_type_ids": [0, 1, 0, 1],
+    "pixel_values": np.ones((8, 2)),
+}
+VIDEO = {
+    "input_ids": [1, 2],
+    "mm_token_type_ids": [0, 2],
+    "pixel_values_videos": np.ones((4, 2)),
+    "video_grid_thw": [[1, 2, 2]],
+}
+SECONDS = {"second_per_grid_ts": 0.5}
+LIKE_GEMMA = {"input_ids": [1, 2], "labels": [1, 2], "pixel_values": np.ones((1, 3, 2, 2))}
 
 
 @pytest.mark.parametrize(
     ("words", "features"),
     [
-        ("features with images must have mm_token_type_ids", [IMAGE | {"labels": [1, 2]}]),
-        ("features with images must have labels, or token types", [IMAGE]),
+        ("a document with images must have mm_token_type_ids", [IMAGE | {"labels": [1, 2]}]),
+        ("image_grid_thw must have a row for each run", [IMAGE | TYPES | NO_IMAGES]),
+        (
+            "image_grid_thw must have a row for each run",
+            [IMAGE | TYPES | HIDDEN],
+        ),
+        ("image_grid_thw must have a row for each run", [TWO]),
+        ("second_per_grid_ts must be given for all 2 videos", [VIDEO, VIDEO | SECONDS]),
+        (
+            "token_type_ids must be given for all documents with images",
+            [LIKE_GEMMA, LIKE_GEMMA | {"token_type_ids": [0, 1]}],
+        ),
+        (
+            "features with images must have labels, or token types",
+            [{"input_ids": [1, 2], "pixel_values": LIKE_GEMMA["pixel_values"]}],
+        ),
         (
             "input_ids must be one document where it has images, got 2 rows",
             {**IMAGE, "input_ids": [[1, 2], [3, 4]], "attention_mask": [[1, 1], [1, 1]]},
@@ -311,3 +339,69 @@ def test_ten_thousand_documents_with_images():
     print(f"pack {pack_s:.2f} s; collate {len(row)} documents {1e3 * collate_s:.0f} ms")
     assert pack_s < 2
     assert collate_s < 0.020
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x | {"pixel_values": x["pixel_values"].bfloat16()},
+        lambda x: x | {"pixel_values": list(x["pixel_values"].bfloat16())},
+        lambda x: x | {"pixel_values": (x["pixel_values"] > 0).to(torch.uint8)},
+        lambda x: x | {"image_grid_thw": x["image_grid_thw"][0]},
+        lambda x: x | {"pixel_values_videos": [], "video_grid_thw": []},
+    ],
+)
+def test_images_given_in_other_ways(change):
+    """By the collator, and where samples share a prompt; beside a document without any."""
+    model = fv.patch_model(new_model("qwen2_vl"), "sdpa")
+    first, text = images.documents()[:2]
+    features = [change(feature(first)), feature(text) | {"pixel_values": [], "image_grid_thw": []}]
+    batch = fv.PackedCollator(model=model)(features)
+    assert batch["image_grid_thw"].tolist() == first.grid.tolist()
+    flat = [
+        {n: x[0] if n in ("input_ids", "mm_token_type_ids") else x for n, x in f.items()}
+        for f in features
+    ]
+    samples = [{n: x for n, x in f.items() if n != "attention_mask"} for f in flat]
+    shared = fv.share_prefixes([*samples, samples[0]], model=model)
+    assert shared.images["image_grid_thw"].tolist() == first.grid.tolist()
+    with torch.no_grad():
+        expected = model(**batch).logits
+        found = shared.unfold(model(**shared.batch()).logits)
+    torch.testing.assert_close(torch.cat(found[:2]), expected[0])
+
+
+def test_pixels_of_two_kinds():
+    whole, half = np.ones((1, 3, 4, 4), np.uint8), np.full((1, 3, 8, 8), 0.5)
+    given = [{"input_ids": [1, 2], "labels": [1, 2], "pixel_values": x} for x in (whole, half)]
+    assert fv.PackedCollator()(given)["pixel_values"].sum() == 48 + 96
+
+
+def test_tiles_count_as_patches():
+    """Of SmolVLM, `[1, images, ...]`, and of LLaVA-NeXT, `[images, tiles, ...]`."""
+    mask = {"pixel_attention_mask": np.ones((1, 4, 8, 8))}
+    for pixels, others in (
+        ((1, 4, 3, 8, 8), mask),
+        ((2, 2, 3, 8, 8), {"image_sizes": [[8, 8]] * 2}),
+    ):
+        one = {"input_ids": [1, 2], "labels": [1, 2], "pixel_values": np.ones(pixels), **others}
+        rows = list(fv.PackedDataset([one] * 3, 100, max_patches=8))
+        assert sorted(map(len, rows)) == [1, 2]
+        batch = fv.PackedCollator()(max(rows, key=len))
+        assert batch["pixel_values"].numel() == 2 * np.prod(pixels)
+        assert len(batch["pixel_values"]) == (1 if others is mask else 4)
+
+
+def test_seconds_as_a_list():
+    """As processors return them; a patched model reads them as an unpatched one does."""
+    ids = torch.tensor([[7, 8, images.BEGIN, *[91] * 8, images.END, 5, 6]])
+    inputs = {"input_ids": ids, "mm_token_type_ids": (ids == 91) * 2}
+    inputs |= {"pixel_values_videos": torch.randn(32, 96), "second_per_grid_ts": [3.0]}
+    inputs |= {"video_grid_thw": torch.tensor([[2, 4, 4]])}
+    model = new_model("qwen2_5_vl")
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        fv.patch_model(model, "sdpa")
+        layout = fv.PackedLayout.from_lengths([ids.shape[1]])
+        found = model(**inputs, packed_layout=layout).logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

@@ -96,14 +96,14 @@ def without_text_after():
 
 
 WRONG = {
-    "pixel_values of sample 0 must have the patches": [
+    "image_grid_thw must have a row for each run": [
         SAMPLES[0] | {"pixel_values": TWO_IMAGES.patches[:-4]}
     ],
     "mm_token_type_ids of sample 1 must have a value for each": [
         SAMPLES[0],
         SAMPLES[1] | {"mm_token_type_ids": torch.zeros(2, dtype=torch.long)},
     ],
-    "the same number for each of 0 tokens": [SAMPLES[0] | {"mm_token_type_ids": None}],
+    "for 0 runs of 0 tokens": [SAMPLES[0] | {"mm_token_type_ids": None}],
     "samples must not branch inside an image": without_text_after(),
 }
 

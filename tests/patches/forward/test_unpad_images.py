@@ -264,5 +264,5 @@ def test_images_without_grids_are_not_shared():
     ):
         model(**inputs, position_ids=positions)
     short = {"pixel_values": inputs["pixel_values"][:-1], "mm_token_type_ids": types}
-    with pytest.raises(ValueError, match="pixel_values of the batch must have the patches"):
+    with pytest.raises(ValueError, match="image_grid_thw must have a row for each run"):
         model(**inputs | short)
