@@ -153,7 +153,7 @@ def test_a_loader_worker_gets_no_weights():
 
 IMAGE = {"input_ids": [1, 2], "pixel_values": np.ones((4, 2)), "image_grid_thw": [[1, 2, 2]]}
 TYPES = {"mm_token_type_ids": [0, 1]}
-NO_IMAGES = {"mm_token_type_ids": [0, 0]}
+NO_IMAGES, HIDDEN = {"mm_token_type_ids": [0, 0]}, {"attention_mask": [1, 0]}
 TWO = {
     "input_ids": [1, 9, 2, 9],
     "mm_token_type_ids": [0, 1, 0, 1],
@@ -178,7 +178,7 @@ LIKE_GEMMA = {"input_ids": [1, 2], "labels": [1, 2], "pixel_values": np.ones((1,
             "image_grid_thw must have a row for each run",
             [IMAGE | TYPES | HIDDEN],
         ),
-        ("image_grid_thw must have a row for each run", [TWO]),
+        ("image_grid_thw must have a row for each run", [TWO | {"image_grid_thw": [[1, 2, 4]]}]),
         ("second_per_grid_ts must be given for all 2 videos", [VIDEO, VIDEO | SECONDS]),
         (
             "token_type_ids must be given for all documents with images",
