@@ -256,7 +256,7 @@ def check_row(row: dict[str, NDArray[Any]], extra: Iterable[str]) -> None:
             f"input_ids must be at least 0, got {tokens.min()}; fix the document (only "
             "labels may be -100)."
         )
-    if has_images(row):
+    if has_images(row) or "mm_token_type_ids" in row:
         kept = row.get("attention_mask", np.ones_like(tokens)) != 0
         check_images(row | {name: row[name][kept] for name in TOKEN_TYPES if name in row})
     why = why_not_labels("labels", row["labels"]) if "labels" in row else None

@@ -63,41 +63,42 @@ def read_images(columns: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     return found
 
 
-def check_images(columns: Columns) -> None:
-    """Check that a document's images and the types of its tokens fit together.
+def check_images(columns: Mapping[str, Any]) -> None:
+    """Check that images and the types of tokens fit together, in a document or in a whole row.
 
     Args:
-        columns: `mm_token_type_ids` `[L]` of the tokens that are kept, and those of images.
+        columns: `mm_token_type_ids` `[L]` of the tokens that are kept, grids, and pixels if known.
 
     Raises:
         ValueError: they do not; another document would get them.
     """
     types = columns.get("mm_token_type_ids")
     for kind, (grid_name, pixels_name) in KINDS.items():
-        grid, rows = columns.get(grid_name), len(columns.get(pixels_name, ()))
-        if grid is None:
-            continue
-        if types is None:
+        grid, pixels = columns.get(grid_name), columns.get(pixels_name)
+        if types is None and grid is not None:
             raise ValueError(
                 "a document with images must have mm_token_type_ids, got none; call the processor "
                 "with return_mm_token_type_ids=True."
             )
-        is_image = types == kind
-        runs = int(is_image[0]) + int((np.diff(is_image.astype(np.int8)) == 1).sum())
-        tokens, patches = int(is_image.sum()), grid.prod(-1)
-        per_token = rows // max(tokens, 1)
+        if types is None or (grid is None and pixels is not None):  # a model without grids
+            continue
+        is_image = np.asarray(types) == kind
+        runs = int((np.diff(is_image.astype(np.int8), prepend=0) == 1).sum())
+        grid = np.zeros((0, 3), np.int64) if grid is None else np.asarray(grid)
+        patches, tokens = grid.prod(-1), int(is_image.sum())
         frames = int(grid[:, 0].sum())  # of which Qwen3-VL makes a run each
-        if (
-            int(patches.sum()) != rows
-            or per_token * tokens != rows
-            or (patches % max(per_token, 1)).any()
-            or not (runs == len(grid) or (kind == 2 and runs == frames))
-        ):
+        fits = runs == len(grid) or (kind == 2 and runs == frames)
+        if pixels is not None:
+            per_token, rest = divmod(len(pixels), max(tokens, 1))
+            fits &= int(patches.sum()) == len(pixels) and rest == 0
+            fits &= not (patches % max(per_token, 1)).any()
+        if not fits:
             raise ValueError(
                 f"{grid_name} must have a row for each run of tokens whose mm_token_type_ids are "
                 f"{kind}, and as many patches as {pixels_name}, got {len(grid)} rows of "
-                f"{int(patches.sum())} patches for {runs} runs of {tokens} tokens and {rows} "
-                "patches; pass what the processor returns, uncut."
+                f"{int(patches.sum())} patches for {runs} runs of {tokens} tokens and "
+                f"{'unknown' if pixels is None else len(pixels)} patches; pass what the processor "
+                "returns, uncut."
             )
 
 

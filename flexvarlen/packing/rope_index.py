@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from flexvarlen.packing.images import GRIDS
+from flexvarlen.packing.images import GRIDS, check_images
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ def rope_positions(
         documents: the indices of each document's tokens.
         images: the columns of images of all documents, on the CPU.
 
+    Raises:
+        ValueError: the images do not fit the tokens; `get_rope_index` would stop a loop silently.
+
     Returns:
         int64 `[3, T]`, 0 at tokens of no document, and what decoding adds to positions, `[N, 1]`.
     """
@@ -77,6 +80,9 @@ def rope_positions(
     for i in set(range(len(documents))).difference(with_images):
         positions[:, documents[i]] = torch.arange(len(documents[i]))
     if with_images:
+        ends = torch.zeros(1, dtype=types.dtype)  # runs of two documents are two
+        apart = torch.cat([x for i in with_images for x in (types[documents[i]], ends)])
+        check_images({**images, "mm_token_type_ids": apart})
         chosen = [documents[i] for i in with_images]
         tokens_NL = pad_sequence(chosen, batch_first=True, padding_value=-1)
         is_token_NL = tokens_NL >= 0

@@ -176,6 +176,10 @@ LIKE_GEMMA = {"input_ids": [1, 2], "labels": [1, 2], "pixel_values": np.ones((1,
         ("image_grid_thw must have a row for each run", [IMAGE | TYPES | NO_IMAGES]),
         (
             "image_grid_thw must have a row for each run",
+            [IMAGE | TYPES, TYPES | {"input_ids": [1, 2]}],
+        ),
+        (
+            "image_grid_thw must have a row for each run",
             [IMAGE | TYPES | HIDDEN],
         ),
         ("image_grid_thw must have a row for each run", [TWO | {"image_grid_thw": [[1, 2, 4]]}]),
@@ -405,3 +409,11 @@ def test_seconds_as_a_list():
         layout = fv.PackedLayout.from_lengths([ids.shape[1]])
         found = model(**inputs, packed_layout=layout).logits
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_forward_whose_images_do_not_fit():
+    """transformers would raise StopIteration, by which a loop ends as if it were done."""
+    model, row = fv.patch_model(new_model("qwen2_vl")), images.inputs_of(images.documents())
+    row["image_grid_thw"] = row["image_grid_thw"][:-1]
+    with pytest.raises(ValueError, match="image_grid_thw must have a row for each run"):
+        model(**row, packed_layout=images.layout())
