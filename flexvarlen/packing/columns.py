@@ -256,9 +256,11 @@ def check_row(row: dict[str, NDArray[Any]], extra: Iterable[str]) -> None:
             f"input_ids must be at least 0, got {tokens.min()}; fix the document (only "
             "labels may be -100)."
         )
-    if has_images(row) or "mm_token_type_ids" in row:
-        kept = row.get("attention_mask", np.ones_like(tokens)) != 0
-        check_images(row | {name: row[name][kept] for name in TOKEN_TYPES if name in row})
+    if tokens.size and (has_images(row) or "mm_token_type_ids" in row):
+        types = {name: row[name] for name in TOKEN_TYPES if name in row}
+        if (mask := row.get("attention_mask")) is not None:
+            types = {name: x[mask != 0] for name, x in types.items()}
+        check_images(row | types)
     why = why_not_labels("labels", row["labels"]) if "labels" in row else None
     if why is not None:
         raise ValueError(why)
