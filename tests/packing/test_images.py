@@ -30,6 +30,7 @@ def feature(document, kind=torch.Tensor):
     return given if kind is torch.Tensor else {name: kind(x) for name, x in given.items()}
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", [torch.Tensor, torch.Tensor.tolist, torch.Tensor.numpy])
 @pytest.mark.parametrize("family", images.KINDS)
 def test_a_row_is_what_one_packs_by_hand(family, kind):

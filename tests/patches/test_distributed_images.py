@@ -21,6 +21,7 @@ def assert_learned(rank, expected):
         assert (gradient - exact).norm() <= 1e-5 * exact.norm() + 1e-7, name
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("family", "case"),
     [*((QWEN, case) for case in CASES), *((family, "fsdp2") for family in PROCESSORS)],

@@ -98,6 +98,7 @@ def test_videos(kind):
     assert shapes == [(1, int(inputs["attention_mask"].sum()))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_text_after_images(kind):
     """Positions of the batch before must not be used again, nor may images be needed."""
@@ -122,6 +123,7 @@ def test_loss_of_a_router(kind):
     assert out.aux_loss > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_checkpointing(kind):
     plain, ours, _ = pair("ImageTextToText", kind)
