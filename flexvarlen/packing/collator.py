@@ -295,7 +295,7 @@ class PackedCollator:
         columns = {name: row[name] for name in names if name in row}
         if "labels" in row:
             columns[_GIVEN] = row["labels"]
-        if "labels" not in row:
+        else:
             is_masked = any(name in row for name in LOSS_MASKS)
             columns["labels"] = tokens if is_masked else text_alone(row)
         for name in LOSS_MASKS:

@@ -169,10 +169,10 @@ def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> 
 
 def padded_positions(given: Given, padded: PaddedBatch) -> Tensor:
     """Positions of a padded batch with images, `[n, B, S]`: as given, or `[4, B, S]` by row."""
-    row = padded.inputs_of_row(given.inputs)
-    if row.get("position_ids") is not None:
-        positions: Tensor = given.inputs["position_ids"]
+    positions: Tensor | None = given.inputs.get("position_ids")
+    if positions is not None:
         return positions
+    row = padded.inputs_of_row(given.inputs)
     positions_31T = image_positions(given.parts.base(given.module), padded.layout, row)
     in_document_1T = padded.layout.position_ids()[None]
     positions_41T = torch.cat([in_document_1T[None], positions_31T])
