@@ -135,7 +135,11 @@ def syncs_in_layers(model: PreTrainedModel, step: Callable[[], object]) -> int:
         return lambda *_: torch.cuda.set_sync_debug_mode(mode)
 
     hooks = [layer.register_forward_pre_hook(switch("warn")) for layer in layers_of(model)]
-    hooks += [layer.register_forward_hook(switch("default")) for layer in layers_of(model)]
+    # always_call: a checkpoint ends a recomputation with an exception.
+    hooks += [
+        layer.register_forward_hook(switch("default"), always_call=True)
+        for layer in layers_of(model)
+    ]
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         step()
