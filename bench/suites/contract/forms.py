@@ -27,13 +27,13 @@ from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.bench.suites.contract.batch_forms import (
     FORMS,
     LENGTHS,
-    RESTART,
     Batch,
     Form,
     documents_of,
     padded_rows,
 )
 from flexvarlen.bench.suites.contract.tiny_configs import draw_weights, tiny_config
+from flexvarlen.bench.suites.contract.tiny_images import IMAGES, with_images
 from flexvarlen.patches.isolation.tokens import halves
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.parts import ModelParts
@@ -167,14 +167,15 @@ class TinyModels:
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(3, 97, (sum(LENGTHS),), generator=generator).to(device)
         self.recurrent = ModelParts.of(self.packed).recurrent
+        self.images = IMAGES.get(case.model)
         shape = (sum(LENGTHS), self.packed.config.get_text_config().vocab_size)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device)
         self.grad_outputs = [x.double() for x in noise.split(list(LENGTHS))]
-        self._alone: dict[tuple[int, ...], tuple[Answer, list[Answer]]] = {}
+        self._alone: dict[tuple[int, ...] | None, tuple[Answer, list[Answer]]] = {}
 
     def batch(self, form: Form, ids: Tensor) -> Batch:
         """The documents in a form; a cache of recurrent layers is made for the config."""
-        batch = form.batch(ids)
+        batch = with_images(self.images, form.batch(ids))
         if self.recurrent and form.cached:
             cache = DynamicCache(config=self.packed.config)
             return replace(batch, inputs=batch.inputs | {"past_key_values": cache})
@@ -198,9 +199,8 @@ class TinyModels:
 
     def compare(self, found: Answer, form: Form) -> tuple[dict[str, Any], str | None]:
         """Errors as measures, and the sentence that says which is too large, or None."""
-        # Where the batch has no positions, each document's begin at 0.
         given = "position_ids" in form.batch(self.ids).inputs
-        reference, plain = self.alone(tuple(form.starts if given else RESTART))
+        reference, plain = self.alone(tuple(form.starts) if given else None)
         error = Error.of_pieces(zip(found.logits, reference.logits, strict=True))
         allowed = _largest_error(
             Error.of_pieces(zip(x.logits, reference.logits, strict=True)) for x in plain
@@ -221,33 +221,40 @@ class TinyModels:
             measures["baseline_grad_error"] = largest(x.baseline.relative for x in compared[1:])
         return measures, why_one_is_wrong(compared, self.dtype)
 
-    def alone(self, starts: tuple[int, ...]) -> tuple[Answer, list[Answer]]:
+    def alone(self, starts: tuple[int, ...] | None) -> tuple[Answer, list[Answer]]:
         """Each document in a forward of its own, in fp64, and the low-precision baselines.
+
+        Without `starts` the model makes the positions.
 
         A recurrent model has a second baseline, whose documents are rows padded on the right: its
         sums over tokens round by the number of rows, and the larger error counts.
         """
         if starts not in self._alone:
             batches = []
-            for document, start in zip(documents_of(self.ids), self.first(starts), strict=True):
-                positions = torch.arange(start, start + len(document), device=self.ids.device)
-                inputs = {"input_ids": document[None], "position_ids": positions[None]}
-                batches.append(Batch(inputs, [(0, slice(0, len(document)))]))
+            for number, document in enumerate(documents_of(self.ids)):
+                inputs = {"input_ids": document[None]}
+                if starts is not None:
+                    positions = self.first(starts)[number] + torch.arange(len(document))
+                    inputs["position_ids"] = positions.to(document.device)[None]
+                batch = Batch(inputs, [(0, slice(0, len(document)))])
+                batches.append(with_images(self.images, batch, number))
             with plain_recurrences(self.baseline):
                 with Float64():
                     reference = self.answer(self.reference, batches, gradients=True)
                 plain = [self.answer(self.baseline, batches, gradients=True)]
                 if self.recurrent:
-                    padded = self.padded(self.first(starts))
+                    padded = self.padded(starts)
                     plain.append(self.answer(self.baseline, [padded], gradients=True))
             self._alone[starts] = reference, plain
         return self._alone[starts]
 
-    def padded(self, first: Sequence[int]) -> Batch:
+    def padded(self, starts: Sequence[int] | None) -> Batch:
         """A document a row, padded on the right, with these first positions."""
-        rows = padded_rows(self.ids, left=False)
+        rows = with_images(self.images, padded_rows(self.ids, left=False))
+        if starts is None:
+            return rows
         columns = torch.arange(rows.inputs["input_ids"].shape[1])
-        positions = columns + torch.tensor(first)[:, None]
+        positions = columns + torch.tensor(self.first(starts))[:, None]
         inputs = rows.inputs | {"position_ids": positions.to(self.ids.device)}
         return replace(rows, inputs=inputs)
 

@@ -9,6 +9,7 @@ from functools import partial
 import transformers
 
 from flexvarlen.bench.suites.contract.forms import Forms, FormsCase
+from flexvarlen.bench.suites.contract.tiny_images import IMAGES
 from flexvarlen.reference.acceptance import largest
 from flexvarlen.report.records import Record, commits_of, grouped, grouped_by, ran_on
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
@@ -39,10 +40,10 @@ class LeaksCase(FormsCase):
 
 
 class Leaks(Forms):
-    """Llama, Qwen3 and hybrid models on plain transformers' layers, beside ours."""
+    """Llama, Qwen3, hybrids and models with images on plain transformers' layers, beside ours."""
 
     name = "leaks"
-    models = ("llama", "qwen3", *HYBRID)
+    models = ("llama", "qwen3", *HYBRID, *IMAGES)
     gradients = False
 
     def cases(self, options: Options) -> Sequence[FormsCase]:
@@ -55,21 +56,23 @@ class Leaks(Forms):
         return (*(f"transformers:{x}" for x in theirs), *(f"flexvarlen:{x}" for x in ours))
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        """For each machine and version, a table of attention-only models and one of hybrids."""
+        """For each machine and version, a table of each kind of models."""
         for own in _runs(records):
-            for kind in grouped_by(sorted(own, key=_is_hybrid), _is_hybrid).values():
+            for kind in grouped_by(sorted(own, key=_kind), _kind).values():
                 yield _table(grouped_by(kind, lambda r: f"{r.case['variant'].replace(':', ' `')}`"))
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        """For each version's most complete machine: both kinds of models, ours in one column."""
-        shown = sorted(_shown(records), key=lambda r: (_is_hybrid(r), _is_ours(r)))
-        yield _table(grouped_by(shown, _page_column))
+        """For each version's most complete machine, ours in one column: text, then images."""
+        shown = sorted(_shown(records), key=lambda r: (_kind(r), _is_ours(r)))
+        for with_images, own in grouped_by(shown, _has_images).items():
+            yield _table(grouped_by(own, _image_column if with_images else _page_column))
 
 
 def front_table(records: Sequence[Record]) -> Table:
     """The README's: how many packed forms leak in each version, and six of them."""
-    shown = [r for r in _shown(records) if r.case["pass"] not in WITHOUT_PACKING]
-    shown.sort(key=lambda r: (_is_ours(r), _is_hybrid(r)))
+    text = [r for r in records if not _has_images(r)]
+    shown = [r for r in _shown(text) if r.case["pass"] not in WITHOUT_PACKING]
+    shown.sort(key=lambda r: (_is_ours(r), _kind(r)))
     columns, forms = grouped_by(shown, _front_column), grouped(shown, "pass")
     counts = [f"{_leaking_forms(own)} with {name}" for name, own in columns.items()]
     title = (
@@ -106,8 +109,14 @@ def _version(record: Record) -> str:
     return str(record.environment["transformers"])
 
 
-def _is_hybrid(record: Record) -> bool:
-    return record.case["model"] in HYBRID
+def _has_images(record: Record) -> bool:
+    return record.case["model"] in IMAGES
+
+
+def _kind(record: Record) -> str:
+    if _has_images(record):
+        return "images"
+    return "hybrid" if record.case["model"] in HYBRID else "attention"
 
 
 def _is_ours(record: Record) -> bool:
@@ -124,13 +133,16 @@ def _theirs(record: Record) -> str:
 def _front_column(record: Record) -> str:
     if _is_ours(record):
         return "flexvarlen"
-    return "hybrid models" if _is_hybrid(record) else f"dense models, {_theirs(record)}"
+    return "hybrid models" if _kind(record) == "hybrid" else f"dense models, {_theirs(record)}"
 
 
 def _page_column(record: Record) -> str:
     library = f"transformers {_version(record)} {_theirs(record)}"
-    library = "flexvarlen" if _is_ours(record) else library
-    return f"{'hybrid' if _is_hybrid(record) else 'attention'}: {library}"
+    return f"{_kind(record)}: {'flexvarlen' if _is_ours(record) else library}"
+
+
+def _image_column(record: Record) -> str:
+    return "flexvarlen" if _is_ours(record) else f"transformers, `{record.case['model']}`"
 
 
 def _table(columns: Mapping[str, Sequence[Record]]) -> Table:
