@@ -12,6 +12,7 @@ import transformers
 from flexvarlen.bench.suites.contract import capabilities, families, forms, leaks
 from flexvarlen.bench.suites.contract.batch_forms import FORMS, LENGTHS
 from flexvarlen.bench.suites.contract.forms import FormsCase
+from flexvarlen.bench.suites.contract.tiny_images import IMAGE, IMAGES
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Options
 from tests.bench.quick import CPU, QUICK, records_of
@@ -82,6 +83,16 @@ def test_plain_hybrid_models_leak_in_every_packed_form_and_ours_in_none(model):
             assert (ours.status, ours.measures["leaks"]) == ("ok", 0), form.name
     with pytest.raises(Unsupported, match="rows of one document each"):
         leaks.SUITE.finding(models, cached, "flexvarlen:sdpa")
+
+
+@pytest.mark.parametrize("model", IMAGES)
+def test_plain_models_with_images_leak_and_ours_do_not(model):
+    models = forms.TinyModels(replace(LLAMA, model=model), CPU)
+    form = next(form for form in FORMS if form.name.endswith("attention_mask of ones"))
+    assert (models.batch(form, models.ids).inputs["input_ids"] == IMAGE).sum() == 12
+    assert leaks.SUITE.finding(models, form, "transformers:sdpa").measures["leaks"] > 0
+    ours = leaks.SUITE.finding(models, form, "flexvarlen:sdpa")
+    assert (ours.status, ours.measures["leaks"]) == ("ok", 0)
 
 
 def test_forms_cover_all_tokens():
