@@ -53,6 +53,7 @@ ORDER = (
     "patches.models",
     "patches",
     "packing",
+    "trees",
     "parallel",
     "recurrent",
     "attention.explain",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import strategies as st
 
-from flexvarlen import PackedLayout
+from flexvarlen import DocumentMask, PackedLayout
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,14 @@ class Tree:
         """flexvarlen's."""
         sizes = {"total_tokens": self.total_tokens, **sizes}
         return PackedLayout.from_tree(self.lengths, self.parents, **sizes)
+
+    def last_queries(self, keys_before, *, device="cpu", **options):
+        """The mask of all tokens but the first, at least one, which are keys alone."""
+        row = self.layout(device=device, max_depth=8)
+        tokens = max(min(1, self.total_tokens), self.total_tokens - keys_before)
+        queries = PackedLayout.from_lengths([tokens], device=device)
+        spec = replace(DocumentMask.of(row, **options).spec, cross=True)
+        return DocumentMask(queries, spec, layout_k=row)
 
     def batch(self, vocabulary, **sizes):
         """Random tokens of it, as a model takes them."""

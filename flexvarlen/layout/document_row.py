@@ -149,7 +149,8 @@ class DocumentRow:
         In a shard of a row a document continues where the rank before left off. No sync; traces.
         """
         if self.segments is not None:
-            return token_bounds(self.segments.table, self.total_tokens)[1].long()
+            along_paths = token_bounds(self.segments.table, self.total_tokens)[1].long()
+            return self.shard.positions(self, along_paths)
         compute = traced_position_ids if is_traced() else compute_position_ids
         return self.shard.positions(self, compute(self.cu_seqlens, self.total_tokens))
 

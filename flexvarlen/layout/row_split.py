@@ -30,11 +30,20 @@ class RowKeys(Protocol[Layout]):
     def layouts(self, layout: Layout) -> tuple[Layout, Layout | None]:
         """The layouts of queries and keys (None: the same), of a rank's layout."""
 
-    def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+    def attend(
+        self,
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        layer: int | None = None,
+    ) -> Any:
         """Call `attend` with these keys.
 
         Args:
             attend: takes q, k and v of `layouts`.
+            layer: which of the model, where keys of others of its forwards are kept.
             q, k, v: of the rank's own tokens.
 
         No sync; traces under `fullgraph=True`.
@@ -54,7 +63,15 @@ class RowSplit(Protocol[Layout]):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the row is not split, so that no group is needed; False for a group of one."""
+        """Whether the row is not split; False for a group of one."""
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether the other parts of the row are on ranks of a group."""
+
+    @property
+    def is_part_of_tree(self) -> bool:
+        """Whether the row is a part of a tree, whose other parts run in forwards of their own."""
 
     @property
     def splits_documents(self) -> bool:
@@ -69,6 +86,9 @@ class RowSplit(Protocol[Layout]):
         """int64 `[3]` on the host, read by `BoundaryLinks.of`; None unless ranks hold consecutive
         tokens of the row, as recurrent layers need.
         """
+
+    def position_bound(self, row_tokens: int) -> int:
+        """A bound on the positions in rows of that many tokens."""
 
     def positions(self, layout: Layout, positions: Tensor) -> Tensor:
         """int64 `[T]`: positions in the documents, from those in the pieces that are here."""
@@ -118,7 +138,15 @@ class _OwnKeys:
     def layouts(self, layout: Layout) -> tuple[Layout, Layout | None]:
         return layout, None
 
-    def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+    def attend(
+        self,
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        layer: int | None = None,
+    ) -> Any:
         return attend(q, k, v, sinks)
 
     def __reduce__(self) -> str:
@@ -129,8 +157,12 @@ class _Whole:
     """All tokens of the row are here."""
 
     rank, ranks = 0, 1
-    is_whole, splits_documents, exchanges_keys = True, False, False
+    is_whole, needs_group, splits_documents, exchanges_keys = True, False, False, False
+    is_part_of_tree = False
     links = None
+
+    def position_bound(self, row_tokens: int) -> int:
+        return row_tokens
 
     def positions(self, layout: Any, positions: Tensor) -> Tensor:
         return positions

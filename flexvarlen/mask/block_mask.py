@@ -88,7 +88,8 @@ def block_mask_of(
     tables = mask.tables(pair, compact=on_gpu if compact is None else compact)
     lo, hi = tables.lo, tables.hi
     if mask.spec.tree:
-        mask_mod = tree_mask_mod(lo, tree_bounds(mask.inputs))
+        bounds = tree_bounds(mask.inputs)
+        mask_mod = part_mask_mod(lo, hi, bounds) if mask.spec.cross else tree_mask_mod(lo, bounds)
     else:
         mask_mod = causal_mask_mod(lo) if mask.spec.ends_at_query else interval_mask_mod(lo, hi)
     return BlockMask(
@@ -130,10 +131,24 @@ def causal_mask_mod(lo: Tensor) -> MaskMod:
 
 def tree_mask_mod(lo: Tensor, bounds: TreeBounds) -> MaskMod:
     """`lo[q] <= kv <= q < end[kv]` and, under a window or chunks, `first[q] <= position[kv]`."""
-    end, position, first = bounds
+    end, position, first, _ = bounds
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         seen = (kv >= lo[q]) & (kv <= q) & (q < end[kv])
+        return seen if first is None else seen & (position[kv] >= first[q])
+
+    return mask_mod
+
+
+def part_mask_mod(lo: Tensor, hi: Tensor, bounds: TreeBounds) -> MaskMod:
+    """`tree_mask_mod` of queries that are the last tokens: `hi[q]` is one past that of the query.
+
+    Their number above is in no constant, so that one compilation serves all parts.
+    """
+    end, position, first, _ = bounds
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        seen = (kv >= lo[q]) & (kv < hi[q]) & (hi[q] <= end[kv])
         return seen if first is None else seen & (position[kv] >= first[q])
 
     return mask_mod

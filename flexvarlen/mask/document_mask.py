@@ -50,7 +50,8 @@ class DocumentMask:
 
     Attributes:
         layout: the documents of the queries.
-        layout_k: the documents of the keys; `layout` in self-attention.
+        layout_k: the documents of the keys; `layout` in self-attention. If it has trees, the
+            queries are its last tokens: those of a part of a tree, with the keys above them.
         spec: the kind of mask.
         prefix: int32 `[capacity]`, tokens of each document's prefix, or None.
         runs: int32 `[2, T]`, start and end of each token's run, of `runs_of`; or None.
@@ -70,10 +71,9 @@ class DocumentMask:
         runs: Tensor | None = None,
     ) -> None:
         cross = layout_k is not None
-        if spec.tree != (layout.segments is not None):
-            raise ValueError(
-                f"{spec} does not match {layout}; make the mask with DocumentMask.of()."
-            )
+        keys = layout if layout_k is None else layout_k
+        if spec.tree != (keys.segments is not None):
+            raise ValueError(f"{spec} does not match {keys}; make the mask with DocumentMask.of().")
         if (spec.cross, spec.prefix) != (cross, prefix is not None):
             raise ValueError(
                 f"{spec} does not match {'a' if cross else 'no'} layout_k and "
@@ -85,7 +85,7 @@ class DocumentMask:
                 "MaskSpec.of_runs() where runs are given."
             )
         self.layout = layout
-        self.layout_k = layout if layout_k is None else layout_k
+        self.layout_k = keys
         self.spec = spec
         self.prefix = prefix
         self.runs = runs
@@ -177,6 +177,11 @@ class DocumentMask:
         if layout_k is not None:
             _check_pair(layout, layout_k)
         if layout.segments is not None or (layout_k is not None and layout_k.segments is not None):
+            if layout_k is not None:
+                raise NotImplementedError(
+                    "trees need causal attention of a row to itself, got layout_k; pack each path "
+                    "as a document."
+                )
             spec = spec.of_trees()
         prefixes = None if prefix is None else _prefixes(prefix, layout)
         return cls(layout, spec, layout_k=layout_k, prefix=prefixes if spec.prefix else None)
@@ -189,7 +194,7 @@ class DocumentMask:
         q, k = self.layout, self.layout_k
         return MaskInputs(
             *(q.cu_seqlens, k.cu_seqlens, q.padding, k.padding, self.prefix),
-            None if q.segments is None else q.segments.table,
+            None if k.segments is None else k.segments.table,
             self.runs,
             [q.total_tokens, k.total_tokens],
             self.spec.as_ints(),
@@ -210,8 +215,10 @@ class DocumentMask:
         """bool `[Tq, Tk]`, True where the query sees the key. No sync; traces."""
         mask = dense_mask(*self.bounds(), self.layout_k.total_tokens)
         if self.spec.tree:
-            tokens = torch.arange(self.layout.total_tokens, device=self.layout.device)
-            mask &= tree_bounds(self.inputs).sees(tokens[:, None], tokens[None])
+            queries, keys = (
+                torch.arange(x.total_tokens, device=x.device) for x in (self.layout, self.layout_k)
+            )
+            mask &= tree_bounds(self.inputs).sees(queries[:, None], keys[None])
         return mask
 
     def tables(self, block_size: tuple[int, int], *, compact: bool) -> Tables:
@@ -249,8 +256,9 @@ class DocumentMask:
         """Number of visible pairs of a query and a key. Syncs."""
         lo, hi = self.bounds()
         if self.spec.tree:
-            _, position, first = tree_bounds(self.inputs)
-            keys = position + 1 if first is None else position + 1 - first
+            _, position, first, keys_before = tree_bounds(self.inputs)
+            keys = position[keys_before:] + 1
+            keys = keys if first is None else keys - first
             return int((keys * (lo < hi)).sum(dtype=torch.int64))
         return int((hi - lo).clamp(min=0).sum(dtype=torch.int64))
 

@@ -35,7 +35,7 @@ class MaskSpec:
             lies in the run of p.
         cross: the keys have a separate layout.
         tree: documents are trees: a query sees the keys of its path, along which windows and chunks
-            are counted.
+            are counted. With `cross` the queries are the last tokens of the row of keys.
         top_left: with `cross`, the first query is aligned with the first key; otherwise, or where
             no limit depends on it, the last query with the last key (bottom-right, as in
             FlashAttention).
@@ -58,10 +58,10 @@ class MaskSpec:
                 f"a MaskSpec with causal={self.causal}, prefix={self.prefix} and runs={self.runs} "
                 f"cannot have right={self.right}; make it with MaskSpec.of()."
             )
-        if self.tree and (self.right != 0 or self.cross):
+        if self.tree and self.right != 0:
             raise NotImplementedError(
-                "trees need causal attention of a row to itself, without prefix, runs or layout_k, "
-                f"got {self!r}; pack each path as a document."
+                f"trees need causal attention without prefix and runs, got {self!r}; pack each "
+                "path as a document."
             )
         if self.runs and (self.cross or self.prefix):
             raise NotImplementedError(
@@ -139,7 +139,7 @@ class MaskSpec:
         """The same mask where documents are trees.
 
         Raises:
-            NotImplementedError: the mask is not causal, or has prefixes or separate keys.
+            NotImplementedError: the mask is not causal, or has prefixes.
         """
         return replace(self, tree=True)
 

@@ -62,7 +62,7 @@ def table_widths(
     furthest = max(longest) - 1 if chunk == 0 else min(max(longest), chunk) - 1
     before = furthest if left == UNLIMITED else min(left, furthest)
     after = furthest if mask.right == UNLIMITED else min(mask.right, furthest)
-    if mask.cross:
+    if mask.cross and not mask.tree:
         sees = before + 1 + after
         width_k = _most_cross_blocks(capacity, block_q, sees, longest_k, block_k)
         width_q = _most_cross_blocks(capacity, block_k, sees, longest_q, block_q)

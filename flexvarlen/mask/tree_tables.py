@@ -4,7 +4,7 @@ In a row of trees the keys that a query sees are not contiguous. A block is list
 minimum and maximum of its tokens rule out every pair; it may turn out empty, and the mask_mod then
 hides it.
 
-Shapes: T = tokens; BQ, BK = block sizes; NQ = ceil(T / BQ), NK = ceil(T / BK).
+Shapes: Tq, Tk = tokens; BQ, BK = block sizes; NQ = ceil(Tq / BQ), NK = ceil(Tk / BK).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def build_tree_tables(
     block_q, block_k = block_size
     bounds = tree_bounds(given)
     first = torch.zeros_like(lo) if bounds.first is None else bounds.first
-    queries = query_extremes(lo, hi, first, block_q)
+    queries = query_extremes(lo, hi, first, block_q, bounds.keys_before)
     keys = key_extremes(bounds, block_k)
     touched, full = visible_blocks(queries[:, :, None], keys[:, None, :])
     partial = touched & ~full
@@ -39,14 +39,17 @@ def build_tree_tables(
     return [x for pair in listed for x in pair]
 
 
-def query_extremes(lo: Tensor, hi: Tensor, first: Tensor, block: int) -> Tensor:
+def query_extremes(
+    lo: Tensor, hi: Tensor, first: Tensor, block: int, keys_before: int = 0
+) -> Tensor:
     """Extremes of each block's queries that see any key, for `visible_blocks`: int32 `[7, NQ]`.
 
-    First and last query, smallest and largest lo, smallest and largest first position, and whether
-    the block is complete and each of its queries sees a key. An incomplete last block has no full
+    First and last query (among the keys, of which `keys_before` come first), smallest and largest
+    lo, smallest and largest first position, and whether the block is complete and each of its
+    queries sees a key. An incomplete last block has no full
     blocks, as in create_block_mask.
     """
-    tokens = torch.arange(len(lo), device=lo.device, dtype=torch.int32)
+    tokens = torch.arange(keys_before, keys_before + len(lo), device=lo.device, dtype=torch.int32)
     sees = lo < hi
     rows = [extreme(x, block, sees) for x in (tokens, lo, first) for extreme in (_least, _most)]
     whole = _least(sees.to(torch.int32), block) * _is_complete(lo, block)

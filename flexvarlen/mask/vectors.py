@@ -58,6 +58,16 @@ def query_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
     """
     cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, _, runs, total_tokens, spec = given
     mask = MaskSpec.from_ints(spec)
+    if mask.tree and mask.cross:
+        tokens_q, tokens_k = total_tokens
+        of_keys = given._replace(
+            cu_seqlens_q=cu_seqlens_k,
+            padding_q=padding_k,
+            total_tokens=[tokens_k, tokens_k],
+            spec=MaskSpec().as_ints(),
+        )
+        lo, hi = query_bounds(of_keys)
+        return lo[tokens_k - tokens_q :], hi[tokens_k - tokens_q :]
     if mask.tree:
         mask = MaskSpec()
     at = _locate(cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, *total_tokens)
@@ -205,17 +215,19 @@ class TreeBounds(NamedTuple):
         position: position of each key along its path.
         first: for each query, the position where its window or chunk begins: `position[k] >=
             first[q]`. None without windows and chunks.
+        keys_before: keys before that of the first query; 0 in self-attention.
 
-    All int32 `[T]`.
+    All int32, `[Tk]` or `[Tq]`.
     """
 
     end: Tensor
     position: Tensor
     first: Tensor | None
+    keys_before: int
 
     def sees(self, q: Tensor, k: Tensor) -> Tensor:
         """Whether the query is below the key, and the key in the query's window or chunk."""
-        seen = q < self.end[k]
+        seen = q + self.keys_before < self.end[k]
         return seen if self.first is None else seen & (self.position[k] >= self.first[q])
 
 
@@ -223,14 +235,16 @@ def tree_bounds(given: MaskInputs) -> TreeBounds:
     """The bounds of each token of trees. No sync; traces under `fullgraph=True`."""
     assert given.tree is not None
     mask = MaskSpec.from_ints(given.spec)
-    end, position = token_bounds(given.tree, given.total_tokens[0])
-    first = None
+    tokens_q, tokens_k = given.total_tokens
+    end, position = token_bounds(given.tree, tokens_k)
+    keys_before, first = tokens_k - tokens_q, None
+    own = position[keys_before:]
     if mask.left != UNLIMITED:
-        first = (position - mask.left).clamp(min=0)
+        first = (own - mask.left).clamp(min=0)
     if mask.chunk:
-        begin = position - position % mask.chunk
+        begin = own - own % mask.chunk
         first = begin if first is None else torch.maximum(first, begin)
-    return TreeBounds(end, position, first)
+    return TreeBounds(end, position, first, keys_before)
 
 
 def dense_mask(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:

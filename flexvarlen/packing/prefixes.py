@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import checked_sizes, int64s, require_int_at_least, require_tensor
 from flexvarlen.layout.labels import IGNORE_INDEX, why_not_labels
@@ -24,6 +24,7 @@ from flexvarlen.packing.tree_images import (
     any_images,
     rope_index_of,
 )
+from flexvarlen.trees.run import PartBatch, run_parts
 
 Sample = Mapping[str, Any] | Sequence[int] | Tensor
 _IDS = "tokenize it, and pass token ids"
@@ -63,6 +64,40 @@ class SharedPrefixes:
             "packed_layout": self.layout,
             **self.images,
         }
+
+    def parts(self, model: nn.Module, max_tokens: int) -> Iterator[PartBatch]:
+        """Run the trees in parts of a bounded number of tokens, with the gradients of the whole.
+
+        A part that others hang from runs first without gradients, and its keys and values are kept;
+        then those below it; then it is yielded itself, and their gradients enter its backward. So
+        memory is that of one part and of the keys on one path, for trees of any size.
+
+        Args:
+            model: patched; in training without dropout.
+            max_tokens: tokens of a part at most.
+
+        Returns:
+            An iterator of keyword arguments for the model, whose losses add up to that of
+            `batch()`. Run the backward of each before the next. Under `torch.no_grad()` each part
+            runs once.
+
+        Raises:
+            ValueError: `max_tokens` is below 1, the model has dropout, or samples have images.
+            NotImplementedError: layers that do not run in parts (when the first part runs).
+            RuntimeError: the backward of a part did not run, or ran twice.
+
+        >>> for part in shared.parts(model, max_tokens=16_384):  # doctest: +SKIP
+        ...     model(**part).loss.backward()
+        """
+        if self.images:
+            raise ValueError(
+                "trees must hold text alone to run in parts, got samples with images; pass "
+                "batch() to the model."
+            )
+        columns = {name: x for name, x in self.batch().items() if name != "packed_layout"}
+        counted = self.label_counts * (self.shift_labels != IGNORE_INDEX)
+        numbers = {"num_items_in_batch": counted.sum()}
+        return run_parts(model, self.layout, columns, numbers, max_tokens)
 
     def unfold(self, x: Tensor) -> tuple[Tensor, ...]:
         """Split x into one tensor per sample; the gradients of a shared token add up.

@@ -40,7 +40,15 @@ class GatheredKeys(NamedTuple):
             return self.exchange.layout_k, None
         return layout, self.exchange.layout_k
 
-    def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+    def attend(
+        self,
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        layer: int | None = None,
+    ) -> Any:
         k, v = gather_keys(k, v, self.exchange, self.group)
         own_keys = self.exchange.own_keys
         if own_keys is None:
@@ -76,11 +84,17 @@ class RowShard:
     window: int | None = None
     windowed: KeyExchange | None = None
     is_whole: ClassVar[bool] = False
+    needs_group: ClassVar[bool] = True
+    is_part_of_tree: ClassVar[bool] = False
 
     @property
     def exchanges_keys(self) -> bool:
         """Whether a document of the row is cut."""
         return self.exchange is not None
+
+    def position_bound(self, row_tokens: int) -> int:
+        """A bound on the positions, of the whole row."""
+        return row_tokens * self.ranks
 
     def positions(self, layout: PackedLayout, positions: Tensor) -> Tensor:
         """Positions in the documents, from those in the rank's pieces of them."""

@@ -108,7 +108,7 @@ def _attention_function(backend: str) -> Attention:
             q = own_temperature(module, q, context, row_tokens)
         if v_dim != head_dim:
             q, k, v = to_one_head_dim(q, k, v)
-        out = context.attend(kind, q, k, v, sinks)
+        out = context.attend(kind, q, k, v, sinks, own.get("layer_idx"))
         if v_dim < head_dim:
             out = out[..., :v_dim]
         return out.reshape(batch, row_tokens, heads, v_dim), None

@@ -128,7 +128,7 @@ class PackedForward:
         self.deterministic, self.batch_invariant = deterministic, batch_invariant
         self.training, self.kinds = training, kinds
         self.has_all_kinds = has_all_kinds
-        if group is None and not layout.shard.is_whole:
+        if group is None and layout.shard.needs_group:
             raise ValueError(SHARD_WITHOUT_GROUP)
         self.chunk_size, self.has_temperature = chunk_size, has_temperature
         self.routes: dict[LayerKind, Route] = {}
@@ -193,9 +193,21 @@ class PackedForward:
         self._postponed = recurrent.meanwhile = prepare_once
 
     def attend(
-        self, kind: LayerKind, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+        self,
+        kind: LayerKind,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        layer: int | None = None,
     ) -> Tensor:
         """The output of a layer, `[T, H, D]`.
+
+        Args:
+            kind: of the layer.
+            q, k, v: `[T, H, D]`, and `[T, Hkv, D]` twice.
+            sinks: `[H]`, or None.
+            layer: its index in the model.
 
         Raises:
             NotImplementedError: the backend cannot serve the kind, or the tensors have tangents.
@@ -203,7 +215,7 @@ class PackedForward:
         route = self.route(kind, q.dtype, needs_gradients(q, k, v, sinks))
         if forward_ad._current_level >= 0:
             refuse_forward_mode(route.backend.name, q, k, v, sinks)
-        out: Tensor = route.keys.attend(route.attend, q, k, v, sinks)
+        out: Tensor = route.keys.attend(route.attend, q, k, v, sinks, layer)
         return out
 
     def route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
@@ -254,7 +266,7 @@ class PackedForward:
             layout.device,
             dtype,
             needs_grad=needs_grad,
-            trees=layout.segments is not None,
+            trees=(layout_k or layout).segments is not None,
             cross=layout_k is not None,
             runs=runs is not None,
             deterministic=self.deterministic,

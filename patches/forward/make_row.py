@@ -38,7 +38,8 @@ def make_row(given: Given) -> PackedRow:
         check(given, layout, several)
     # Also where samples happen to share nothing, so that it does not depend on the batch.
     has_labels_of_trees = inputs.get(LABEL_COUNTS) is not None
-    if padded is None and (layout.segments is not None or has_labels_of_trees):
+    has_trees = layout.segments is not None or layout.shard.is_part_of_tree
+    if padded is None and (has_trees or has_labels_of_trees):
         refuse(given, TREES)
     position_ids = stages.positions(given, layout, several)
     targets = stages.targets(given, layout, several)
@@ -72,7 +73,7 @@ def may_hold_several(given: Given, layout: PackedLayout) -> bool:
     if torch.compiler.is_compiling() or (on_gpu and torch.cuda.is_current_stream_capturing()):
         return True
     several = layout.num_docs != given.shape[0] or layout.segments is not None
-    return several or bool(layout.has_padding)
+    return several or bool(layout.has_padding) or layout.shard.is_part_of_tree
 
 
 def is_compiled(given: Given) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flexvarlen.layout.labels import LABEL_COUNTS
 from flexvarlen.packing.images import has_images
 from flexvarlen.patches.batch.given import Given
+from flexvarlen.patches.forward.router import returns_router_logits
 from flexvarlen.patches.refusal import Refusal
 from flexvarlen.patches.why_not import why_no_trees
 
@@ -28,6 +29,14 @@ def _unsupported(given: Given) -> str | None:
     return None if learns in ("", "next token") else "a head that pools documents"
 
 
+def _why_no_parts(given: Given) -> str | None:
+    if not given.documents().shard.is_part_of_tree:
+        return None
+    if given.patch.stages.recurrent is not None:
+        return "recurrent layers"
+    return "output_router_logits" if returns_router_logits(given) else None
+
+
 # `find_layout` refuses an attention_mask.
 TREES = (
     Refusal(
@@ -44,7 +53,16 @@ TREES = (
         "fv.share_prefixes.",
     ),
     _other_than("return_dict", True),
-    _other_than("logits_to_keep", 0),
+    Refusal(
+        lambda given: (
+            repr(given.inputs["logits_to_keep"])
+            if given.inputs.get("shift_labels") is not None
+            and given.inputs.get("logits_to_keep") not in (None, 0)
+            else None
+        ),
+        "logits_to_keep must be 0 with the shift_labels of a packed_layout of trees, got {got}; "
+        "remove logits_to_keep.",
+    ),
     Refusal(
         lambda given: (
             bool(given.parts.vision_name)
@@ -66,6 +84,11 @@ TREES = (
     Refusal(
         _unsupported,
         "a packed_layout of trees is not supported with {got}; pack each path as a document.",
+        NotImplementedError,
+    ),
+    Refusal(
+        _why_no_parts,
+        "a tree cannot run in parts with {got}; run the whole tree: shared.batch().",
         NotImplementedError,
     ),
 )

@@ -160,9 +160,11 @@ class LayerKind(NamedTuple):
         batch_invariant: bool = False,
         past_int32: bool = False,
     ) -> AttentionCall:
-        """The `AttentionCall` of such a layer, over trees or documents, or `cross` other keys.
+        """The `AttentionCall` of such a layer.
 
         Args:
+            trees: whether the row of keys has trees.
+            cross: whether that row is another one than that of the queries.
             runs: whether tokens of images see one another both ways.
 
         Raises:
@@ -170,7 +172,8 @@ class LayerKind(NamedTuple):
         """
         check_numbers(self.softcap, self.scale)
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
-        spec = self.spec.of_trees() if trees else replace(self.spec, cross=cross)
+        spec = replace(self.spec, cross=cross)
+        spec = spec.of_trees() if trees else spec
         spec = spec.of_runs() if runs else spec
         numbers = (self.scale, self.softcap, self.sinks)
         guarantees = (deterministic, batch_invariant)

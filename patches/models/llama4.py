@@ -25,7 +25,7 @@ def own_temperature(
     """
     layout = context.layout
     floor_scale: Any = layer.floor_scale
-    if layer.use_rope or row_tokens * layout.shard.ranks < floor_scale:
+    if layer.use_rope or layout.shard.position_bound(row_tokens) < floor_scale:
         return q_THD
     in_row = torch.arange(q_THD.shape[0], device=q_THD.device) % row_tokens
     padded = context.row.padded

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from flexvarlen import packed_attention, why_not
 from flexvarlen.attention.auto.check_results import compare_with_reference, failure
+from flexvarlen.attention.backends.registry import refusal
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.spec import MaskSpec
 from flexvarlen.measure import watch_compilation
@@ -109,6 +110,26 @@ def test_lse(kernel):
 def test_sinks_and_softcap():
     sinks = [torch.randn(6)]
     check(EXAMPLES["levels"], "reference", "cpu", torch.float32, 16, sinks, softcap=2.0)
+
+
+@pytest.mark.parametrize("kernel", kernels("reference", "sdpa", "flex", "flex_fa4", *FLASH))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("tree", "keys_before"), [("group", 40), ("levels", 33), ("levels", 45), ("levels", 139)]
+)
+def test_the_last_tokens_as_queries(kernel, kind, tree, keys_before):
+    """Those of a part of a tree, with the keys above."""
+    name, device, dtype = kernel
+    mask = EXAMPLES[tree].last_queries(keys_before, device=device, **KINDS[kind])
+    needs_grad = differentiable((name, device))
+    head_dim = 16 if device == "cpu" else 64
+    call = AttentionCall(
+        torch.device(device), dtype, 6, 2, head_dim, mask.spec, 0.25, needs_grad=needs_grad
+    )
+    reason = refusal(name, call)
+    if reason is not None:
+        pytest.skip(reason)
+    compare_with_reference(name, call, mask)
 
 
 @pytest.mark.parametrize("name", ["reference", "sdpa"])

@@ -23,17 +23,30 @@ def test_dense_mask(tree, window, chunk):
     assert mask.num_pairs() == int(expected.sum())
 
 
+@given(trees(), windows, chunks, st.integers(0, 90))
+def test_dense_mask_of_the_last_queries(tree, window, chunk, keys_before):
+    mask = tree.last_queries(keys_before, window=window, chunk=chunk)
+    expected = tree.dense(window, chunk)[tree.total_tokens - mask.layout.total_tokens :]
+    assert torch.equal(mask.to_dense(), expected)
+    assert mask.num_pairs() == int(expected.sum())
+
+
 @given(
     trees(),
     windows,
     chunks,
     st.sampled_from([(16, 16), (16, 32), (32, 16), (128, 128)]),
     st.booleans(),
+    st.sampled_from([0, 0, 1, 16, 50]),
 )
-def test_blocks_cover_the_mask(tree, window, chunk, block_size, compact):
+def test_blocks_cover_the_mask(tree, window, chunk, block_size, compact, keys_before):
     """No block with a visible pair is missing, and a full one hides nothing."""
     mask = DocumentMask.of(tree.layout(), window=window, chunk=chunk)
-    touched, whole = brute_force(tree.dense(window, chunk), block_size)
+    dense = tree.dense(window, chunk)
+    if keys_before:
+        mask = tree.last_queries(keys_before, window=window, chunk=chunk)
+        dense = dense[tree.total_tokens - mask.layout.total_tokens :]
+    touched, whole = brute_force(dense, block_size)
     states = block_states(mask, block_size)
     assert (states[touched] > 0).all(), "a block is missing"
     assert whole[states == FULL].all(), "a full block hides something"
@@ -48,6 +61,8 @@ def test_blocks_cover_the_mask(tree, window, chunk, block_size, compact):
 def test_mask_mod(tree, options):
     block_mask = block_mask_of(DocumentMask.of(tree.layout(), **options))
     assert torch.equal(evaluated(block_mask), tree.dense(**options))
+    below = block_mask_of(tree.last_queries(33, **options))
+    assert torch.equal(evaluated(below), tree.dense(**options)[33:])
 
 
 def test_few_blocks_are_listed_for_nothing():

@@ -220,7 +220,11 @@ def _small_mask(call: AttentionCall, *, reverse: bool = False) -> DocumentMask:
     """
     if call.spec.tree:
         lengths, parents = [100, 20, 30, 1, 300], [-1, 0, 0, -1, -1]
-        return DocumentMask(PackedLayout.from_tree(lengths, parents, device=call.device), call.spec)
+        row = PackedLayout.from_tree(lengths, parents, device=call.device)
+        if not call.spec.cross:
+            return DocumentMask(row, call.spec)
+        below = PackedLayout.from_lengths(lengths[1:], device=call.device)
+        return DocumentMask(below, call.spec, layout_k=row)
     step = -1 if reverse else 1
     layout = PackedLayout.from_lengths([150, 1, 300][::step], device=call.device)
     cross, prefix = call.spec.cross, call.spec.prefix

@@ -52,8 +52,8 @@ class SdpaBackend:
         except inside a compiled graph.
         """
         q, k = mask.layout, mask.layout_k
-        if q.segments is not None:
-            return q.segments.table
+        if k.segments is not None:
+            return k.segments.table
         cu_q, cu_k = q.cu_seqlens, k.cu_seqlens
         on_host = q.cu_seqlens_host is not None and mask.runs is None
         if on_host and q.cu_seqlens_host is not None and k.cu_seqlens_host is not None:
@@ -113,11 +113,11 @@ class _Document(NamedTuple):
     runs: Tensor | None = None
 
 
-def _documents(plan: Tensor, spec: list[int], device: torch.device) -> Iterator[_Document]:
+def _documents(plan: Tensor, spec: list[int], q: Tensor, k: Tensor) -> Iterator[_Document]:
     """Yield each document that has queries and is not padding."""
     mask = MaskSpec.from_ints(spec)
     if mask.tree:
-        yield from _segments(plan, mask, device)
+        yield from _segments(plan, mask, k.shape[0] - q.shape[0], q.device)
         return
     cu_q, cu_k, dead, prefix = plan[:4].tolist()
     all_runs = plan[4:].cpu() if mask.runs else None
@@ -128,8 +128,13 @@ def _documents(plan: Tensor, spec: list[int], device: torch.device) -> Iterator[
             yield _Document(rows, keys, prefix[i], mask, runs)
 
 
-def _segments(table: Tensor, mask: MaskSpec, device: torch.device) -> Iterator[_Document]:
-    """Yield each non-empty segment; its last query is aligned with its path's last key."""
+def _segments(
+    table: Tensor, mask: MaskSpec, keys_before: int, device: torch.device
+) -> Iterator[_Document]:
+    """Yield each non-empty segment; its last query is aligned with its path's last key.
+
+    The first `keys_before` tokens are no queries.
+    """
     starts, ends, above, _ = table.tolist()
     of_path = replace(mask, tree=False, cross=True)
     path: list[tuple[int, int, int]] = []  # a segment's first token, its end, and its subtree's
@@ -139,11 +144,13 @@ def _segments(table: Tensor, mask: MaskSpec, device: torch.device) -> Iterator[_
         while path and path[-1][2] <= start:
             path.pop()
         path.append((start, stop, end))
-        if tokens_above == 0:
-            yield _Document(slice(start, stop), slice(start, stop), 0, replace(mask, tree=False))
-        else:
+        rows = slice(max(start - keys_before, 0), stop - keys_before)
+        if start >= keys_before and tokens_above == 0:
+            of_root = replace(mask, tree=False, cross=False)
+            yield _Document(rows, slice(start, stop), 0, of_root)
+        elif stop > keys_before:
             keys = torch.cat([torch.arange(a, b, device=device) for a, b, _ in path])
-            yield _Document(slice(start, stop), keys, 0, of_path)
+            yield _Document(rows, keys, 0, of_path)
 
 
 def _loop(
@@ -159,7 +166,7 @@ def _loop(
     pieces = []
     done = 0
     with _without_cudnn():
-        for document in _documents(plan, spec, q_THD.device):
+        for document in _documents(plan, spec, q_THD, k_THD):
             rows, keys = document.rows, document.keys
             pieces.append(torch.zeros_like(q_THD[done : rows.start]))
             q, k, v = take(q_THD, rows), take(k_THD, keys), take(v_THD, keys)
@@ -271,7 +278,7 @@ def sdpa_backward(
     wide = torch.promote_types(k_THD.dtype, torch.float32)
     if MaskSpec.from_ints(spec).tree:  # a key belongs to several paths
         dk, dv = dk.to(wide), dv.to(wide)
-    for document in _documents(plan, spec, q_THD.device):
+    for document in _documents(plan, spec, q_THD, k_THD):
         rows, keys = document.rows, document.keys
         grad_q, q = _copied(grad, rows), _copied(q_THD, rows)
         k, v = _copied(k_THD, keys), _copied(v_THD, keys)

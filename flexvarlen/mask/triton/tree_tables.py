@@ -48,6 +48,7 @@ def _of_queries(
     queries,
     count,
     total_tokens,
+    keys_before,
     documents,
     document_steps,
     segments,
@@ -59,9 +60,10 @@ def _of_queries(
     LEFT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The row bounds and the extremes of one block of queries."""
+    """The row bounds and the extremes of one block of queries; the row's first tokens are keys."""
     lane = tl.arange(0, LANES)
-    tokens = block * BLOCK + lane
+    row = block * BLOCK + lane
+    tokens = keys_before + row
     in_row = (lane < BLOCK) & (tokens < total_tokens)
     # Causal documents, without what the arguments behind `True` are for.
     low, high = token_bounds(
@@ -69,8 +71,8 @@ def _of_queries(
         total_tokens, documents, document_steps, left, left, chunk, False, True, False, False,
         False, False, False, False, False,
     )  # fmt: skip
-    tl.store(lo + tokens, low, mask=in_row)
-    tl.store(hi + tokens, high, mask=in_row)
+    tl.store(lo + row, low, mask=in_row)
+    tl.store(hi + row, high, mask=in_row)
     _, position = ends_and_positions(tree, tokens, segments, segment_steps)
     first = tl.zeros_like(position)
     if LEFT:
@@ -82,7 +84,7 @@ def _of_queries(
     _store_extremes(queries + 2 * count, block, count, low, sees)
     _store_extremes(queries + 4 * count, block, count, first, sees)
     blind = tl.max((in_row & (low >= high)).to(tl.int32), axis=0) > 0
-    whole = ((block + 1) * BLOCK <= total_tokens) & (blind == 0)
+    whole = (keys_before + (block + 1) * BLOCK <= total_tokens) & (blind == 0)
     tl.store(queries + 6 * count + block, whole.to(tl.int32))
 
 
@@ -112,7 +114,8 @@ def _of_keys(
 
 @triton.jit(
     do_not_specialize=[
-        "total_tokens", "documents", "document_steps", "segments", "segment_steps", "left", "chunk"
+        "total_tokens", "keys_before", "documents", "document_steps", "segments", "segment_steps",
+        "left", "chunk",
     ]
 )  # fmt: skip
 def _tree_extremes(
@@ -123,6 +126,7 @@ def _tree_extremes(
     queries,
     keys,
     total_tokens,
+    keys_before,
     documents,
     document_steps,
     segments,
@@ -136,11 +140,12 @@ def _tree_extremes(
     LEFT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    count_q = tl.cdiv(total_tokens, BLOCK_Q)
+    count_q = tl.cdiv(total_tokens - keys_before, BLOCK_Q)
     if tl.program_id(0) < count_q:
         _of_queries(
-            tl.program_id(0), cu_seqlens, tree, lo, hi, queries, count_q, total_tokens, documents,
-            document_steps, segments, segment_steps, left, chunk, BLOCK_Q, LANES_Q, LEFT, CHUNK,
+            tl.program_id(0), cu_seqlens, tree, lo, hi, queries, count_q, total_tokens, keys_before,
+            documents, document_steps, segments, segment_steps, left, chunk, BLOCK_Q, LANES_Q, LEFT,
+            CHUNK,
         )  # fmt: skip
     else:
         _of_keys(
@@ -185,6 +190,7 @@ def _list_blocks(
     full_indices,
     count_q,
     count_k,
+    keys_before,
     width,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -192,8 +198,9 @@ def _list_blocks(
 ):
     """The partial and the full list of one block."""
     if OF_KEYS:  # queries from the block's first key to the end of its subtrees
-        begin = tl.load(keys + block) // BLOCK_Q
-        end = tl.minimum(tl.cdiv(tl.load(keys + 3 * count_k + block), BLOCK_Q), count_q)
+        begin = tl.maximum(tl.load(keys + block) - keys_before, 0) // BLOCK_Q
+        last = tl.maximum(tl.load(keys + 3 * count_k + block) - keys_before, 0)
+        end = tl.minimum(tl.cdiv(last, BLOCK_Q), count_q)
     else:  # keys from the first tree to the block's last query
         last = tl.load(queries + count_q + block)
         begin = tl.load(queries + 2 * count_q + block) // BLOCK_K
@@ -227,7 +234,7 @@ def _list_blocks(
     tl.store(full_counts + block, full)
 
 
-@triton.jit(do_not_specialize=["count_q", "count_k", "width_k", "width_q"])
+@triton.jit(do_not_specialize=["count_q", "count_k", "keys_before", "width_k", "width_q"])
 def _tree_lists(
     queries,
     keys,
@@ -241,6 +248,7 @@ def _tree_lists(
     full_q_indices,
     count_q,
     count_k,
+    keys_before,
     width_k,
     width_q,
     BLOCK_Q: tl.constexpr,
@@ -249,12 +257,12 @@ def _tree_lists(
     if tl.program_id(0) < count_q:
         _list_blocks(
             tl.program_id(0), queries, keys, kv_counts, kv_indices, full_kv_counts,
-            full_kv_indices, count_q, count_k, width_k, BLOCK_Q, BLOCK_K, False,
+            full_kv_indices, count_q, count_k, keys_before, width_k, BLOCK_Q, BLOCK_K, False,
         )  # fmt: skip
     else:
         _list_blocks(
             tl.program_id(0) - count_q, queries, keys, q_counts, q_indices, full_q_counts,
-            full_q_indices, count_q, count_k, width_q, BLOCK_Q, BLOCK_K, True,
+            full_q_indices, count_q, count_k, keys_before, width_q, BLOCK_Q, BLOCK_K, True,
         )  # fmt: skip
 
 
@@ -287,7 +295,8 @@ def _launches(
         views=table_views(total_tokens, block_size, width),
         blocks=(count_q, count_k),
         numbers=(
-            total_tokens[0],
+            total_tokens[1],
+            total_tokens[1] - total_tokens[0],
             documents,
             documents.bit_length(),  # steps of a binary search
             segments,
@@ -309,7 +318,7 @@ def build_tree_tables_in_two_launches(
 
     May be captured in a CUDA graph.
     """
-    cu_seqlens, tree = given.cu_seqlens_q, given.tree
+    cu_seqlens, tree = given.cu_seqlens_k, given.tree
     assert tree is not None
     launches = _launches(
         cu_seqlens.shape[0] - 1,
@@ -327,6 +336,6 @@ def build_tree_tables_in_two_launches(
         outputs = [*tables[:2], queries, keys]
         programs = count_q + count_k
         launches.take_extremes(programs, [cu_seqlens, tree], outputs, launches.numbers)
-        numbers = (count_q, count_k, *width)
+        numbers = (count_q, count_k, given.total_tokens[1] - given.total_tokens[0], *width)
         launches.list_blocks(programs, [queries, keys], tables[2:], numbers)
     return tables

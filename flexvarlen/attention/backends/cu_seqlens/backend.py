@@ -122,9 +122,9 @@ class CuSeqlensBackend:
 
     def plan(self, mask: DocumentMask, *, batch_invariant: bool = False) -> Boundaries | Levels:
         """Return the boundaries of documents, of chunks or of a tree's levels. No sync; traces."""
-        if mask.layout.segments is not None:
-            return Levels.of(mask.layout.segments)
         layout, layout_k = mask.layout, mask.layout_k
+        if layout_k.segments is not None:
+            return Levels.of(layout_k.segments, layout_k.total_tokens - layout.total_tokens)
         cu_q, cu_k = layout.cu_seqlens, layout_k.cu_seqlens
         bound_q, bound_k = layout.max_seqlen_bound, layout_k.max_seqlen_bound
         if _is_chunked(mask):
@@ -154,7 +154,7 @@ class CuSeqlensBackend:
         masked_T = None if isinstance(plan, Levels) else plan.masked_T
         sizes = self._sizes(mask, plan, compiling=compiling)
         if _outlives_the_call(plan[0], compiling=compiling, traced=traced):
-            sizes = sizes.of_any_row(plan[0].shape[0] - 1)
+            sizes = sizes.of_any_row(plan[0].shape[-1] - 1)
         tensors = (q_THD, k_THD, v_THD, sinks_H)
         out_THD, lse_HT = attend(self.name, *tensors, *plan[:2], sizes, call, traced=traced)
         if masked_T is not None:
@@ -174,16 +174,17 @@ class CuSeqlensBackend:
 
         Not part of the plan, because a compiled layer that takes the plan would specialize on them.
         """
-        bound_q = bound_k = mask.layout.max_seqlen_bound
+        layout = mask.layout_k if isinstance(plan, Levels) else mask.layout
+        bound_q = bound_k = layout.max_seqlen_bound
         if isinstance(plan, Boundaries):
             bound_q, bound_k = plan.bound_q, plan.bound_k
-        documents, *longest, tail = mask.layout.launch.read(compiling=compiling)
+        documents, *longest, tail = layout.launch.read(compiling=compiling)
         longest_q, longest_k = longest[0], longest[-1]
-        if mask.spec.cross:
+        if mask.spec.cross and isinstance(plan, Boundaries):
             documents_k, longest_k, tail_k = mask.layout_k.launch.read(compiling=compiling)
             documents, tail = max(documents, documents_k), tail + tail_k
         if _is_chunked(mask) or not self.launches_own_sizes:
-            documents, longest_q, longest_k = plan[0].shape[0] - 1, bound_q, bound_k
+            documents, longest_q, longest_k = plan[0].shape[-1] - 1, bound_q, bound_k
         return KernelSizes(documents, longest_q, longest_k, bound_q, bound_k, tail)
 
 

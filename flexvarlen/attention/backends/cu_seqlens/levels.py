@@ -6,6 +6,8 @@ level's segments (queries) to these segments (keys). No key is copied. The calls
 up with weights exp(LSE of the call − LSE of all). A backward kernel recomputes probabilities from
 the LSE it is given; with the merged LSE and output, each call returns its part of the gradients.
 
+The queries may be the last tokens of the row alone, those of a part of a tree: others have none.
+
 Shape legend: T = tokens of the row, H = num_heads, D = head_dim, S = segment slots, L = levels that
 may have segments below them, `max_depth - 1`.
 """
@@ -30,7 +32,7 @@ class Levels(NamedTuple):
     """The boundaries of the calls.
 
     Attributes:
-        inside: int32 `[S + 1]`, the segments.
+        inside: int32 `[2, S + 1]`, the segments' boundaries of queries and of keys.
         above: int32 `[L, 2, R]`, for each level the boundaries of queries and of keys; R is
             2 * S + 1, rounded up to a multiple of 4, so that each row is 16-byte aligned.
     """
@@ -39,10 +41,21 @@ class Levels(NamedTuple):
     above: Tensor
 
     @classmethod
-    def of(cls, segments: Segments) -> Levels:
-        """Make the boundaries of these trees. No sync; traces under `fullgraph=True`."""
+    def of(cls, segments: Segments, keys_before: int = 0) -> Levels:
+        """Make the boundaries of these trees. No sync; traces under `fullgraph=True`.
+
+        Args:
+            segments: of the row of keys.
+            keys_before: how many of its first tokens are no queries.
+        """
         make = _operator if torch.compiler.is_compiling() else _boundaries
-        return cls(segments.table[0], make(segments.table, segments.max_depth - 1))
+        above = make(segments.table, segments.max_depth - 1)
+        starts = segments.table[0]
+        inside = torch.stack([starts, starts])
+        if keys_before:
+            inside[0] = (inside[0] - keys_before).clamp(min=0)
+            above[:, 0] = (above[:, 0] - keys_before).clamp(min=0)
+        return cls(inside, above)
 
 
 def _boundaries(table: Tensor, levels: int) -> Tensor:
@@ -94,7 +107,8 @@ def _calls(
     # Past the last boundary the LSE is -inf if asked for, else unwritten.
     call = call._replace(return_lse=sizes.tail > 0)
     of_segments = sizes._replace(longest_q=sizes.longest_k)
-    calls = [_LevelCall(inside, inside, of_segments, call._replace(spec=MaskSpec()))]
+    inside_q, inside_k = inside.unbind()
+    calls = [_LevelCall(inside_q, inside_k, of_segments, call._replace(spec=MaskSpec()))]
     sizes = sizes._replace(documents=2 * sizes.documents)
     call = call._replace(spec=_UNMASKED)
     queries, keys = above.unbind(1)
@@ -172,7 +186,9 @@ def backward(
         grad_THD = grad_THD.contiguous()
     dsinks_H = None
     if sinks_H is not None:
-        lse_HT, dsinks_H = kernels.include_sinks(sinks_H, grad_THD, out_THD, lse_HT, inside, sizes)
+        lse_HT, dsinks_H = kernels.include_sinks(
+            sinks_H, grad_THD, out_THD, lse_HT, inside[0], sizes
+        )
     tensors = (grad_THD, q_THD, k_THD, v_THD, None, out_THD, lse_HT)
     sums: list[Tensor] = []
     calls = _calls(inside, above, sizes, call)

@@ -99,7 +99,7 @@ def _sizes_and_call(
     count = len(KernelSizes._fields)
     sizes = KernelSizes(*numbers[:count])
     if is_replayed(q):
-        sizes = sizes.of_any_row(cu_seqlens_q.shape[0] - 1)
+        sizes = sizes.of_any_row(cu_seqlens_q.shape[-1] - 1)
     spec, scale, softcap, deterministic, batch_invariant, return_lse = numbers[count:]
     return sizes, AttentionCall(
         *(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2]),

@@ -1,0 +1,187 @@
+"""A tree in parts gives the loss and the gradients of its samples one by one."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch.nn import Dropout
+
+import flexvarlen as fv
+from flexvarlen.reference.model import Float64, float64_model
+from tests.contract_oracle import gradients_of
+from tests.patches.forward.test_trees import samples
+from tests.tiny_models import lora, new_model, shared_model, texts_alone
+
+FAMILIES = (
+    "llama",
+    "qwen3_windows",
+    "gemma2",
+    "gpt_oss",
+    "llama4_text",
+    "deepseek_v3",
+    "qwen3_moe",
+    "ministral3",
+)
+"""Windows, chunks, soft caps, sinks, layers without RoPE, latent attention, experts, positions."""
+BUDGETS = (1000, 60, 25, 7, pytest.param(1, marks=pytest.mark.slow))
+
+
+@cache
+def alone(family):
+    """Loss and gradients of the samples one by one, all of it in float64."""
+    plain = float64_model(shared_model(family))
+    with Float64():
+        return texts_alone(plain, [(torch.tensor(text), 0) for text in samples()])
+
+
+def new(family, backend=None, dtype=torch.float64):
+    model = new_model(family)
+    model = float64_model(model).train() if dtype == torch.float64 else model.train()
+    return model if backend is None else fv.patch_model(model, backend)
+
+
+def in_parts(model, shared, max_tokens):
+    """Loss, gradients and the number of parts."""
+    model.zero_grad()
+    losses = []
+    for part in shared.parts(model, max_tokens):
+        loss = model(**part).loss
+        loss.backward()
+        losses.append(loss.detach())
+    return sum(losses), gradients_of(model), len(losses)
+
+
+def assert_equal(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        norm = float(expected[name].norm())
+        assert float((gradient - expected[name]).norm()) <= tolerance * norm, name
+
+
+@pytest.mark.parametrize("max_tokens", BUDGETS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_sample_alone(family, max_tokens):
+    shared = fv.share_prefixes(samples())
+    with Float64():
+        loss, gradients, parts = in_parts(new(family, "reference"), shared, max_tokens)
+    assert parts >= shared.layout.total_tokens / max_tokens
+    tolerance = 1e-6 if family == "llama4_text" else 1e-12  # it scales queries in float32
+    torch.testing.assert_close(loss, alone(family).loss.detach(), atol=0, rtol=tolerance)
+    assert_equal(gradients, alone(family).gradients, tolerance)
+
+
+@pytest.mark.parametrize("family", ["qwen3_windows", "llama4_text"])
+def test_sdpa(family):
+    model, shared = new(family, "sdpa"), fv.share_prefixes(samples())
+    loss, gradients, _ = in_parts(model, shared, 25)
+    torch.testing.assert_close(loss, alone(family).loss.detach(), atol=0, rtol=1e-6)
+    assert_equal(gradients, alone(family).gradients, 1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(reentrant):
+    model = new("qwen3_windows", "sdpa")
+    expected = in_parts(model, fv.share_prefixes(samples()), 25)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    loss, gradients, _ = in_parts(model, fv.share_prefixes(samples()), 25)
+    torch.testing.assert_close(loss, expected[0], atol=0, rtol=1e-12)
+    assert_equal(gradients, expected[1], 1e-12)
+
+
+def test_lora():
+    pytest.importorskip("peft")
+    model = lora(new("qwen3_windows"))
+    fv.patch_model(model, "sdpa")
+    shared = fv.share_prefixes(samples())
+    expected = in_parts(model, shared, 1000)
+    loss, gradients, _ = in_parts(model, shared, 25)
+    torch.testing.assert_close(loss, expected[0], atol=0, rtol=1e-12)
+    assert_equal(gradients, expected[1], 1e-12)
+
+
+def test_under_autocast():
+    model, shared = new("llama", "sdpa", torch.float32), fv.share_prefixes(samples())
+    exact = in_parts(model, shared, 1000)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = in_parts(model, shared, 1000)[1]
+        found = in_parts(model, shared, 25)[1]
+    for name, gradient in found.items():
+        norm = exact[name].norm()
+        allowed = 3 * (whole[name] - exact[name]).norm() + 1e-3 * norm
+        assert (gradient - exact[name]).norm() <= allowed, name
+
+
+def test_logits_without_gradients():
+    """Each part runs once, and its tokens say where its logits belong."""
+    model, shared = new("llama", "sdpa"), fv.share_prefixes(samples())
+    with torch.no_grad():
+        whole = model(**shared.batch()).logits[0]
+        found = torch.full_like(whole, float("nan"))
+        for part in shared.parts(model, 25):
+            found[part.tokens] = model(**part).logits[0]
+    torch.testing.assert_close(found, whole, atol=1e-10, rtol=1e-10)
+
+
+def test_keys_of_one_path_are_kept():
+    """Never those of all segments, and none after the loop."""
+    model = new("llama", "sdpa")
+    samples_of_turns = [[5, 6, 7] * 4 + [turn] * 9 + [x] for turn in range(8, 20) for x in (3, 4)]
+    shared = fv.share_prefixes(samples_of_turns)
+    most, steps = 0, set()
+    for part in shared.parts(model, 12):
+        step = part["packed_layout"].shard.step
+        most = max(most, len({at[1] for at in step._kept}))
+        steps.add(step)
+        model(**part).loss.backward()
+    (step,) = steps
+    assert most <= 3
+    assert not step._kept
+    assert not step._gradients
+
+
+def test_a_missing_backward_raises():
+    model = new("llama", "sdpa")
+    parts = fv.share_prefixes(samples()).parts(model, 25)
+    model(**next(parts))
+    with pytest.raises(RuntimeError, match="each part of a tree must run backward before the next"):
+        next(parts)
+
+
+def test_a_second_backward_raises():
+    model, shared = new("llama", "sdpa"), fv.share_prefixes(samples())
+    part = next(shared.parts(model, 25))
+    loss = model(**part).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="must run backward once"):
+        loss.backward()
+
+
+def test_a_loop_that_ends_early_leaves_nothing():
+    model, shared = new("llama", "sdpa"), fv.share_prefixes(samples())
+    expected = in_parts(model, shared, 25)
+    for part in shared.parts(model, 25):
+        model(**part).loss.backward()
+        break
+    found = in_parts(model, shared, 25)
+    assert_equal(found[1], expected[1], 0)
+
+
+def test_what_does_not_run_in_parts_raises():
+    shared = fv.share_prefixes(samples())
+    with pytest.raises(ValueError, match="max_tokens must be an integer of at least 1"):
+        next(shared.parts(new("llama", "sdpa"), 0))
+    with pytest.raises(ValueError, match="model must be patched to run a tree in parts"):
+        next(shared.parts(new("llama"), 25))
+    with pytest.raises(NotImplementedError, match="in parts with recurrent layers"):
+        next(shared.parts(new("qwen3_5_text", "sdpa"), 25))
+    experts = new("qwen3_moe", "sdpa")
+    experts.config.output_router_logits = True
+    with pytest.raises(NotImplementedError, match="in parts with output_router_logits"):
+        next(shared.parts(experts, 25))
+    model = new("llama", "sdpa")
+    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Dropout(0.1))
+    with pytest.raises(ValueError, match="dropout must be 0 where a tree runs in parts, as some"):
+        next(shared.parts(model.train(), 25))
