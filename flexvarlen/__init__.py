@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from flexvarlen.patches.isolation.verify import verify_isolation
     from flexvarlen.patches.lm_head import lm_head
     from flexvarlen.patches.trainers import patch_trainer
+    from flexvarlen.patches.tree_logprobs import tree_logprobs
     from flexvarlen.verify.compare.compare import compare
     from flexvarlen.verify.isolation.callback import IsolationCallback
 
@@ -87,6 +88,7 @@ __all__ = [
     "split_long",
     "token_logprobs",
     "tokenize_chat",
+    "tree_logprobs",
     "tree_loss",
     "unpatch_model",
     "verify_isolation",
@@ -122,6 +124,7 @@ _HOMES = {
     "patches.isolation.verify": ("verify_isolation",),
     "patches.lm_head": ("lm_head",),
     "patches.trainers": ("patch_trainer",),
+    "patches.tree_logprobs": ("tree_logprobs",),
     "patches.api": ("is_patched", "patch_model", "patched", "shard_options", "unpatch_model"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

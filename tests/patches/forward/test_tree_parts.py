@@ -185,3 +185,58 @@ def test_what_does_not_run_in_parts_raises():
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Dropout(0.1))
     with pytest.raises(ValueError, match="dropout must be 0 where a tree runs in parts, as some"):
         next(shared.parts(model.train(), 25))
+
+
+# ---- log-probabilities, for any loss ----
+
+
+def policy_loss(logprobs, old):
+    """That of GRPO, clipped on one side: a mean over samples of a mean over tokens."""
+    losses = []
+    for index, (own, before) in enumerate(zip(logprobs, old, strict=True)):
+        ratio = (own[:-1] - before[:-1]).exp()
+        advantage = (-1) ** index * (1 + index)
+        losses.append(-torch.minimum(ratio, ratio.clamp(max=1.1)).mean() * advantage)
+    return torch.stack(losses).mean()
+
+
+def logprobs_alone(model, text, temperature):
+    ids = torch.tensor(text)
+    logits = model(ids[None], use_cache=False).logits[0] / temperature
+    own = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    return torch.cat([own, own.new_zeros(1)])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("max_tokens", [None, 25])
+def test_a_policy_loss(max_tokens, temperature):
+    """As of each sample alone."""
+    model, plain, shared = new("llama", "reference"), new("llama"), fv.share_prefixes(samples())
+    forward = model.model.forward
+
+    def in_float64(*args, **kwargs):
+        with Float64():  # also in a backward, which no mode enters
+            return forward(*args, **kwargs)
+
+    model.model.forward = in_float64
+    with Float64():
+        alone = [logprobs_alone(plain, text, temperature) for text in samples()]
+        old = [x.detach() + 0.05 * (index % 3) for index, x in enumerate(alone)]
+        expected = policy_loss(alone, old)
+        expected.backward()
+        found = fv.tree_logprobs(model, shared, max_tokens=max_tokens, temperature=temperature)
+        loss = policy_loss(shared.unfold(found), old)
+        loss.backward()
+    torch.testing.assert_close(loss, expected, atol=0, rtol=1e-12)
+    assert_equal(gradients_of(model), gradients_of(plain), 1e-12)
+
+
+def test_logprobs_without_gradients():
+    model, shared = new("llama", "sdpa"), fv.share_prefixes(samples())
+    with torch.no_grad():
+        whole = fv.tree_logprobs(model, shared)
+        found = fv.tree_logprobs(model, shared, max_tokens=25)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, whole, atol=1e-10, rtol=1e-10)
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        fv.tree_logprobs(model, shared, temperature=0)
