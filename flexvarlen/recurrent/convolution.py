@@ -33,17 +33,46 @@ def causal_convolution(
     Forward and backward are deterministic. No sync; traces.
 
     Raises:
-        NotImplementedError: the row is split over ranks, and W is more than 4.
+        NotImplementedError: the row is split over ranks, or part of a tree, and W is more than 4.
     """
-    if documents.over_ranks and weight.shape[1] > WIDEST_CONVOLUTION:
+    is_split = documents.over_ranks or documents.carry is not None
+    if is_split and weight.shape[1] > WIDEST_CONVOLUTION:
         raise NotImplementedError(
-            f"a convolution over ranks must have a width of at most {WIDEST_CONVOLUTION}, got "
-            f"{weight.shape[1]}; give each rank rows of its own."
+            "a convolution over ranks, or on parts of a tree, must have a width of at most "
+            f"{WIDEST_CONVOLUTION}, got {weight.shape[1]}; give each rank whole rows and trees."
         )
+    if documents.carry is not None:
+        return _in_part(x_TC, weight, bias, silu, documents.previous, documents)
     if documents.links is None:
         return _convolution(x_TC, weight, bias, silu, documents)
     x_TC = prepend_tokens(x_TC, documents.links, documents.group)
     return _convolution(x_TC, weight, bias, silu, documents)[REACH:]
+
+
+def _in_part(
+    x_TC: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    previous: Tensor,
+    documents: RecurrentDocuments,
+) -> Tensor:
+    """On a part of a tree: the state is the last inputs on a path, `[REACH, C]`."""
+    carry = documents.carry
+    assert carry is not None
+    name = carry.name("convolution")
+    before = carry.part.above(carry.layer, name, [x_TC])
+    x_TC = torch.cat([x_TC.new_zeros(REACH, x_TC.shape[1]) if before is None else before, x_TC])
+    out = _path_sums(x_TC, weight, bias, previous)[REACH:]
+    out = (F.silu(out) if silu else out).to(x_TC.dtype)
+    states = []
+    for slot in carry.slots:
+        tail = [REACH + documents.cu_seqlens[slot + 1] - 1]
+        for _ in range(REACH - 1):
+            tail.insert(0, torch.where(tail[0] < 0, -1, previous[tail[0].clamp(min=0)]))
+        index = torch.stack(tail)
+        states.append(x_TC[index.clamp(min=0)].masked_fill(index[:, None] < 0, 0))
+    return carry.part.below(carry.layer, name, out, states)
 
 
 def _convolution(

@@ -5,8 +5,9 @@ Shapes: T = total_tokens; N = number of slots for documents, or for segments of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +48,40 @@ def by_level(segments: Segments, total_tokens: int) -> Permutation:
     return Permutation(in_levels.long(), in_row.long())
 
 
+class PartOfTree(Protocol):
+    """What recurrent layers ask of a part of a tree: `flexvarlen.trees.part.TreePart`."""
+
+    path: Sequence[int]
+    kept: Sequence[Any]
+
+    def above(self, layer: int, name: str, sources: Sequence[Tensor]) -> Tensor | None:
+        """The state at the end of the path above the part; None at the root."""
+
+    def below(self, layer: int, name: str, out: Tensor, states: Sequence[Tensor]) -> Tensor:
+        """The output of a layer; the states of the `kept` segments go to other parts."""
+
+
+class Carry(NamedTuple):
+    """The states that one call of a layer takes from above a part, and leaves for those below.
+
+    Attributes:
+        part: of a tree.
+        layer: index of the layer.
+        slots: of the segments that other parts have above them.
+        calls: of the layer's functions so far, by name.
+    """
+
+    part: PartOfTree
+    layer: int
+    slots: tuple[int, ...]
+    calls: dict[str, int]
+
+    def name(self, function: str) -> str:
+        """A name for the state of the next call of a function of the layer."""
+        number = self.calls[function] = self.calls.get(function, -1) + 1
+        return f"{function} {number}"
+
+
 class RecurrentDocuments:
     """The tables that all recurrent layers of one forward share.
 
@@ -63,7 +98,8 @@ class RecurrentDocuments:
         links: the `BoundaryLinks` if a document of this row is split; else None.
         group: the name of the ranks' group, for a shard.
         previous: int32 `[T]`, the previous token in each token's document, or on its path; -1 if
-            there is none. With links `[REACH + T]`, including the previous rank's last tokens.
+            there is none. With links or a part `[REACH + T]`, including the last tokens of the
+            previous rank or of the path above.
         next_tokens: for trees, the tokens whose convolution reads each token (see `_next_tokens`).
         padding: bool `[T]`, True at padding; None if the host knows that there is no padding.
         cu_seqlens: int32 `[N + 3]`: the boundaries, then T twice. Slot i holds the tokens from
@@ -71,6 +107,8 @@ class RecurrentDocuments:
             the last document, and finally a slot that is always empty.
         chunk_indices: int32 `[T // 64 + N + 1, 2]`: the slot of each chunk of 64 tokens, and its
             number in the document. Chunks past the last one belong to the empty slot.
+        part: the part of a tree that the row is, or None.
+        carry: of one layer of a part: see `of_layer`.
         meanwhile: other work that the first layer may compile while it checks its scan; or None.
 
     No sync; traces.
@@ -106,6 +144,8 @@ class RecurrentDocuments:
                 f"got {total_tokens}; pack longer rows, or use fewer ranks."
             )
         self.links = layout.shard.links if layout.shard.exchanges_keys else None
+        self.part: PartOfTree | None = layout.shard if layout.shard.is_part_of_tree else None  # type: ignore[assignment]
+        self.carry: Carry | None = None
         if self.links is not None:
             self.previous = _with_tokens_before(self.previous, layout.position_ids()[0])
         self.tokens: TokenMap = SameOrder()
@@ -115,6 +155,8 @@ class RecurrentDocuments:
             self.branches = Branches(segments.by_level.table[1], segments.by_level.levels)
         has_branches = segments is not None and total_tokens > 0
         self.next_tokens = _next_tokens(starts, self.previous) if has_branches else None
+        if self.part is not None:
+            self.previous = _with_path_before(self.previous, bool(self.part.path))
         self.cu_seqlens = pad(starts, (0, 2), value=total_tokens)
         self.chunk_indices = _chunk_indices(self.cu_seqlens, total_tokens)
 
@@ -133,6 +175,29 @@ class RecurrentDocuments:
         """The tables for a copy of the layout on another device."""
         return RecurrentDocuments(moved, group=self.group, for_any_row=self.for_any_row)
 
+    def of_layer(self, layer: Any) -> RecurrentDocuments:
+        """The documents for one call of a layer, which may carry states from part to part.
+
+        Raises:
+            NotImplementedError: a layer without an index, on a part of a tree.
+        """
+        if self.part is None:
+            return self
+        index = getattr(layer, "layer_idx", None)
+        if index is None:
+            raise NotImplementedError(
+                "a recurrent layer must have a layer_idx to run on a part of a tree, got "
+                f"{type(layer).__name__} without; run the whole tree: shared.batch()."
+            )
+        numbers = [kept.number for kept in self.part.kept]
+        segments = self.layout.segments
+        if segments is not None:
+            order = segments.by_level.table[3].tolist()
+            numbers = [order[number] for number in numbers]
+        found = copy(self)
+        found.carry = Carry(self.part, index, tuple(numbers), {})
+        return found
+
     def zero_padding(self, x: Tensor) -> Tensor:
         """x `[1, T, ...]` with zeros at padding, in the output and in the gradient."""
         if self.padding is None:
@@ -150,6 +215,13 @@ def _with_tokens_before(previous: Tensor, position: Tensor) -> Tensor:
     firsts = torch.where(REACH + 1 - tokens <= position, tokens - 1, -1)
     others = torch.where(previous[1:] < 0, -1, previous[1:] + REACH)
     return torch.cat([firsts, others])
+
+
+def _with_path_before(previous: Tensor, has_path: bool) -> Tensor:
+    """`previous` for the last tokens of the path above and a part's T tokens, `[REACH + T]`."""
+    before = torch.arange(-1, REACH - 1, device=previous.device, dtype=torch.int32)
+    own = torch.where(previous < 0, REACH - 1 if has_path else -1, previous + REACH)
+    return torch.cat([before, own.to(torch.int32)])
 
 
 def _chunk_indices(cu_seqlens: Tensor, total_tokens: int) -> Tensor:

@@ -95,7 +95,7 @@ def gated_delta_rule(
     _refuse_states(initial_state, output_final_state)
     shape = value.shape
     rows = [x.reshape(1, -1, *x.shape[2:]) for x in (query, key, value, g, beta)]
-    why = fla_kernels.why_not(value)
+    why = _why_not_fla(value, documents)
     if why is None and not use_qk_l2norm_in_kernel:
         why = "fla's kernel normalizes queries and keys, which this layer does not"
     boundaries = Boundaries.of(documents)
@@ -159,7 +159,7 @@ def mamba2_scan(
     x, dt, B, C = (y.reshape(1, -1, *y.shape[2:]) for y in (hidden_states, dt, B, C))
     fixed: dict[str, Any] = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias}
     fixed |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    why = fla_kernels.why_not(x)
+    why = _why_not_fla(x, documents)
     if why is None:
         why = why_wrong("Mamba-2's scan", C, x, Boundaries.of(documents), documents.meanwhile)
     if why is None:
@@ -180,6 +180,13 @@ def mamba2_scan(
         state = _State((1, *x.shape[2:], B.shape[3]), weights)
         out = _loop_over_documents(run, documents, [x, dt, B, C], x, state, why=why)
     return documents.zero_padding(out).view(hidden_states.shape)
+
+
+def _why_not_fla(x: Tensor, documents: RecurrentDocuments) -> str | None:
+    """Why fla's kernels do not run, or None."""
+    if documents.carry is not None:
+        return "fla's kernels pass no states between the parts of a tree"
+    return fla_kernels.why_not(x)
 
 
 def _refuse_states(initial: Tensor | None, final: bool) -> None:
@@ -237,12 +244,17 @@ def _loop_over_documents(
     ends: list[int] = (documents.cu_seqlens[:-2] if host is None else host).tolist()
     parents: list[int] = branches.parents.tolist() if branches else []
     with_children, dtype = set(parents), torch.promote_types(like.dtype, torch.float32)
+    carry, above = documents.carry, None
+    if carry is not None:
+        name = carry.name("scan")
+        above = carry.part.above(carry.layer, name, [*rows, *of_state.weights])
+        with_children |= set(carry.slots)
     states: dict[int, Tensor | None] = {}
     outs: dict[int, Tensor] = {}
     waiting = range(links.continues_from_previous)
     for slot in (*range(len(waiting), len(ends) - 1), *waiting):
         start, end = ends[slot : slot + 2]
-        state = states[parents[slot]] if parents and parents[slot] >= 0 else None
+        state = states[parents[slot]] if parents and parents[slot] >= 0 else above
         if slot in waiting:
             sources = [*rows, *of_state.weights]
             state = receive_state(of_state.shape, dtype, documents.group, sources)
@@ -259,7 +271,11 @@ def _loop_over_documents(
         outs[0] = run(None, False, *(x[:, :1] for x in rows))[0].to(like.dtype)
     in_row = [outs[slot] for slot in sorted(outs)]
     padding = layout.total_tokens - sum(out.shape[1] for out in in_row)
-    return torch.cat([*in_row, like.new_zeros(1, padding, *like.shape[2:])], dim=1)
+    found = torch.cat([*in_row, like.new_zeros(1, padding, *like.shape[2:])], dim=1)
+    if carry is None:
+        return found
+    left = [states[slot] for slot in carry.slots]
+    return carry.part.below(carry.layer, name, found, [x for x in left if x is not None])
 
 
 @cache

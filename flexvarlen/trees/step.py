@@ -1,7 +1,4 @@
-"""`TreeStep`: keys, values and gradients that the parts of a tree share, for one pass over it.
-
-Shapes: L = tokens of a segment, Hkv = num_kv_heads, D = head_dim.
-"""
+"""`TreeStep`: keys, values, states and gradients that the parts of a tree share, for one pass."""
 
 from __future__ import annotations
 
@@ -10,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-At = tuple[int, int]
-"""A layer and a segment."""
-Pair = tuple[Tensor, Tensor]
-"""Of keys and of values, `[L, Hkv, D]` each."""
+Of = tuple[int, str]
+"""A layer, and what of it: "keys" for keys and values; states of recurrent layers."""
+Tensors = tuple[Tensor, ...]
 
 SKIPPED = (
     "each part of a tree must run backward before the next one, as it hands on the gradients of "
@@ -29,67 +25,62 @@ TWICE = (
 class TreeStep:
     """What parts leave for one another; it belongs to a loop over them, never to a model.
 
-    A segment's keys and values live from its first pass to its own backward, and so do their
-    gradients, which its descendants add up, in at least fp32.
+    A segment's tensors live from its first pass to its own backward, and so do their gradients,
+    which its descendants add up, in at least fp32.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[At, Pair] = {}
-        self._gradients: dict[At, Pair] = {}
-        self._awaited: set[int] = set()
-        self._ran: set[int] = set()
+        self._kept: dict[tuple[Of, int], Tensors] = {}
+        self._gradients: dict[tuple[Of, int], Tensors] = {}
+        self._awaited: set[Of] = set()
+        self._ran: set[Of] = set()
 
-    # ---- keys and values ----
-
-    def keep(self, layer: int, segment: int, k: Tensor, v: Tensor) -> None:
-        """Keep copies of a segment's keys and values."""
-        self._kept[layer, segment] = k.detach().clone(), v.detach().clone()
+    def keep(self, of: Of, segment: int, *tensors: Tensor) -> None:
+        """Keep copies of what a segment leaves for those below."""
+        self._kept[of, segment] = tuple(x.detach().clone() for x in tensors)
 
     def has(self, segment: int) -> bool:
-        """Whether any layer has kept the segment."""
+        """Whether any layer has kept something of the segment."""
         return any(at[1] == segment for at in self._kept)
 
-    def above(self, layer: int, path: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of the segments of a path, in order."""
-        pairs = [self._kept[layer, segment] for segment in path]
-        return [k for k, _ in pairs], [v for _, v in pairs]
+    def kept(self, of: Of, segment: int) -> Tensors:
+        """What was kept of a segment."""
+        return self._kept[of, segment]
 
     def drop(self, segments: Sequence[int]) -> None:
-        """Forget keys and values that no part needs any more."""
+        """Forget what no part needs any more."""
         gone = set(segments)
-        self._kept = {at: pair for at, pair in self._kept.items() if at[1] not in gone}
+        self._kept = {at: x for at, x in self._kept.items() if at[1] not in gone}
 
-    # ---- gradients ----
-
-    def send(self, layer: int, segment: int, dk: Tensor, dv: Tensor) -> None:
-        """Add gradients for a segment above."""
-        wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in (dk, dv)]
-        found = self._gradients.get((layer, segment))
+    def send(self, of: Of, segment: int, *gradients: Tensor) -> None:
+        """Add gradients of what a segment above has kept."""
+        wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
+        found = self._gradients.get((of, segment))
         if found is None:  # copies: an engine may reuse the memory of a gradient
-            self._gradients[layer, segment] = wide[0].clone(), wide[1].clone()
+            self._gradients[of, segment] = tuple(x.clone() for x in wide)
         else:
-            found[0].add_(wide[0])
-            found[1].add_(wide[1])
+            for mine, more in zip(found, wide, strict=True):
+                mine.add_(more)
 
-    def receive(self, layer: int, segment: int) -> Pair | None:
-        """The gradients from below a segment, once."""
-        return self._gradients.pop((layer, segment), None)
+    def receive(self, of: Of, segment: int) -> Tensors:
+        """The gradients from below a segment, once; empty if there are none."""
+        return self._gradients.pop((of, segment), ())
 
     # ---- that no backward is missing ----
 
-    def await_backward(self, layer: int) -> None:
-        """A layer ran whose backward must come."""
-        self._awaited.add(layer)
+    def await_backward(self, of: Of) -> None:
+        """Note that a layer ran whose backward must come."""
+        self._awaited.add(of)
 
-    def ran_backward(self, layer: int) -> None:
+    def ran_backward(self, of: Of) -> None:
         """Note a layer's backward.
 
         Raises:
             RuntimeError: it is the second of a part.
         """
-        if layer in self._ran:
-            raise RuntimeError(TWICE.format(layer=layer))
-        self._ran.add(layer)
+        if of in self._ran:
+            raise RuntimeError(TWICE.format(layer=of[0]))
+        self._ran.add(of)
 
     def finish_part(self) -> None:
         """Begin the next part.
@@ -97,7 +88,7 @@ class TreeStep:
         Raises:
             RuntimeError: a layer's backward did not run.
         """
-        missing = self._awaited - self._ran
+        missing = {layer for layer, _ in self._awaited - self._ran}
         self._awaited, self._ran = set(), set()
         if missing:
             raise RuntimeError(SKIPPED.format(layers=len(missing)))

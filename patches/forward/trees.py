@@ -32,8 +32,6 @@ def _unsupported(given: Given) -> str | None:
 def _why_no_parts(given: Given) -> str | None:
     if not given.documents().shard.is_part_of_tree:
         return None
-    if given.patch.stages.recurrent is not None:
-        return "recurrent layers"
     return "output_router_logits" if returns_router_logits(given) else None
 
 
