@@ -84,18 +84,19 @@ def test_positions_and_deltas_are_the_models_own_for_each_document(family):
     model, row = new_model(family).model, images.inputs_of(images.documents())
     grids = {"image_grid_thw": row["image_grid_thw"]}
     ids, types = row["input_ids"][0], row["mm_token_type_ids"][0]
-    documents = torch.arange(len(ids)).split(images.LENGTHS)
     asked = []
 
     def rope(**inputs):
         asked.append(len(inputs["input_ids"]))
         return RopeIndex.of(model)(**inputs)
 
-    positions, deltas = rope_positions(rope, ids, types, documents, grids)
+    positions, deltas = rope_positions(rope, images.layout(), ids, types, grids)
     assert asked == [sum(len(x.grid) > 0 for x in images.documents())]
-    for document, tokens, delta in zip(images.documents(), documents, deltas, strict=True):
+    of_documents = positions.split(images.LENGTHS, dim=1)
+    for document, found, delta in zip(images.documents(), of_documents, deltas, strict=True):
         own = model.get_rope_index(document.ids[None], document.types[None], document.grid)
-        assert torch.equal(positions[:, tokens], own[0][:, 0])
+        assert torch.equal(found[0], torch.arange(len(document.ids)))
+        assert torch.equal(found[1:], own[0][:, 0])
         assert torch.equal(delta, own[1][0])
 
 
