@@ -29,7 +29,6 @@ from flexvarlen.packing.images import (
 )
 from flexvarlen.packing.rope_index import RopeIndex, rope_positions
 
-TYPES = "mm_token_type_ids"
 SAMPLE_COLUMNS = ("mm_token_type_ids", *GRIDS, *PIXELS, "second_per_grid_ts")
 
 

@@ -22,7 +22,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.layout.token_map import Padding, SharedPadding
 from flexvarlen.packing.images import GRIDS, IMAGES, check_images
-from flexvarlen.packing.tree_images import SAMPLE_COLUMNS, TYPES, Image, SharedImages, images_in
+from flexvarlen.packing.tree_images import SAMPLE_COLUMNS, Image, SharedImages, images_in
 
 MIN_SHARED_TOKENS = 32
 """A shorter prefix is not shared: it saves less than a deeper tree costs."""
@@ -191,13 +191,13 @@ def share_prefixes_of_rows(
     images = None
     given = [name for name in IMAGES if inputs.get(name) is not None]
     if given:
-        if TYPES not in compared or not any(name in GRIDS for name in given):
+        if "mm_token_type_ids" not in compared or not any(name in GRIDS for name in given):
             raise NotImplementedError(
                 "share_prefixes=True is not supported with images of models other than Qwen-VL, "
-                f"which come with image_grid_thw or video_grid_thw and {TYPES}, got "
+                "which come with image_grid_thw or video_grid_thw and mm_token_type_ids, got "
                 f"{', '.join(given)}; leave share_prefixes=True out."
             )
-        types = 2 + list(compared).index(TYPES)
+        types = 2 + list(compared).index("mm_token_type_ids")
         images = _images_of([row[:, types] for row in rows], inputs)
         rows = images.with_image_ids(rows)
     tree = PrefixTree(rows, min_tokens=MIN_SHARED_TOKENS)
@@ -241,15 +241,17 @@ def _images_of(types: list[NDArray[np.int64]], inputs: dict[str, Any]) -> Shared
         name: x.cpu().numpy() if name in GRIDS else x for name, x in columns.items()
     }
     flat = np.concatenate(types)
-    check_images(on_host | {TYPES: np.concatenate([np.append(row, 0) for row in types])})
+    apart = np.concatenate([np.append(row, 0) for row in types])  # runs of two rows are two
+    check_images(on_host | {"mm_token_type_ids": apart})
     found: list[list[Image]] = [[] for _ in types]
     ends = np.cumsum([len(row) for row in types])
     for image in images_in(flat, on_host):
         row = int(np.searchsorted(ends, image.tokens[0], "right"))
         if image.tokens[-1] >= ends[row]:
             raise ValueError(
-                f"pixel_values must be those of the rows' {TYPES}, in the order of the rows, got "
-                f"an image whose tokens go on after row {row}; pass what the processor returns."
+                "pixel_values must be those of the rows' mm_token_type_ids, in the order of the "
+                f"rows, got an image whose tokens go on after row {row}; pass what the processor "
+                "returns."
             )
         found[row].append(image._replace(tokens=image.tokens - (ends[row] - len(types[row]))))
     return SharedImages(found, columns)
