@@ -18,7 +18,8 @@ from flexvarlen.attention.call import attention_call, is_past_int32
 from flexvarlen.attention.check_arguments import check_tensors
 from flexvarlen.attention.choose import choose
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.mask.document_mask import DocumentMask, Prefix
+from flexvarlen.mask.arguments import Prefix
+from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.spec import Align
 
 

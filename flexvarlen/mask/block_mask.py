@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.mask.document_mask import DocumentMask, Prefix
+from flexvarlen.mask.arguments import Prefix
+from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.spec import Align
 from flexvarlen.mask.table_shapes import DEFAULT_BLOCK_SIZE, block_pair
 from flexvarlen.mask.vectors import TreeBounds, tree_bounds

@@ -222,7 +222,11 @@ class PackedCollator:
             return batch  # the model finds the documents by position_ids
         batch |= images
         if any(name in images for name in GRIDS):
-            self._set_image_positions(batch, layout)
+            del batch["position_ids"]  # of 4 rows for such models, which make them without `model`
+            if self.model is not None:
+                tokens, types = batch["input_ids"][0], batch["mm_token_type_ids"][0]
+                positions_4T, _ = rope_positions(self.model, layout, tokens, types, batch)
+                batch["position_ids"] = positions_4T[:, None]
         batch["use_cache"] = False
         if self.boundaries == "packed_layout":
             return batch | {"packed_layout": layout}
@@ -233,15 +237,6 @@ class PackedCollator:
             "max_length_q": longest,
             "max_length_k": longest,
         }
-
-    def _set_image_positions(self, batch: dict[str, Any], layout: PackedLayout) -> None:
-        """Set position_ids of 4 rows, or none, so that the model makes them."""
-        in_document = batch.pop("position_ids")
-        if self.model is not None:
-            documents = torch.arange(sum(layout.lengths or ())).split(list(layout.lengths or ()))
-            tokens, types = batch["input_ids"][0], batch["mm_token_type_ids"][0]
-            rope, _ = rope_positions(self.model, tokens, types, documents, batch)
-            batch["position_ids"] = torch.cat([in_document, rope])[:, None]
 
     def check_dispatched(self) -> None:
         """Raise unless rows of several processes can be joined."""

@@ -5,7 +5,7 @@ Shapes: T tokens of N documents of at most L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.images import GRIDS, check_images
 
 
@@ -55,30 +56,35 @@ class RopeIndex:
 
 def rope_positions(
     get_rope_index: Callable[..., tuple[Tensor, Tensor]],
+    layout: PackedLayout,
     input_ids: Tensor,
     types: Tensor,
-    documents: Sequence[Tensor],
     images: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Positions in time, height and width, of each document alone.
+    """Positions in the text, and in time, height and width, of each document alone.
 
     Args:
         get_rope_index: the model's; called for the documents with images.
+        layout: the documents, no trees, with lengths that are known. Reads it.
         input_ids, types: `[T]`, on the CPU.
-        documents: the indices of each document's tokens.
         images: the columns of images of all documents, on the CPU.
 
     Raises:
         ValueError: the images do not fit the tokens; `get_rope_index` would stop a loop silently.
 
     Returns:
-        int64 `[3, T]`, 0 at tokens of no document, and what decoding adds to positions, `[N, 1]`.
+        int64 `[4, T]` on the CPU, the last three 0 at padding; and what decoding adds to positions,
+        `[N, 1]`, of documents with tokens.
     """
-    positions = torch.zeros(3, len(input_ids), dtype=torch.long)
+    real, lengths = layout.real_tokens().tolist(), list(layout.lengths or ())
+    runs = torch.arange(sum(lengths)).split(lengths)
+    documents = [tokens for tokens in runs if len(tokens) and real[tokens[0]]]
+    positions = torch.zeros(4, len(input_ids), dtype=torch.long)
+    positions[0] = layout.position_ids()
     deltas = torch.zeros(len(documents), 1, dtype=torch.long)
     with_images = [i for i, tokens in enumerate(documents) if types[tokens].any()]
     for i in set(range(len(documents))).difference(with_images):
-        positions[:, documents[i]] = torch.arange(len(documents[i]))
+        positions[1:, documents[i]] = torch.arange(len(documents[i]))
     if with_images:
         ends = torch.zeros(1, dtype=types.dtype)  # runs of two documents are two
         apart = torch.cat([x for i in with_images for x in (types[documents[i]], ends)])
@@ -93,5 +99,5 @@ def rope_positions(
             attention_mask=is_token_NL,
             **about,
         )
-        positions[:, tokens_NL[is_token_NL]] = rope_3NL[:, is_token_NL]
+        positions[1:, tokens_NL[is_token_NL]] = rope_3NL[:, is_token_NL]
     return positions, deltas

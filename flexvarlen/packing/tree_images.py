@@ -29,8 +29,7 @@ from flexvarlen.packing.images import (
 )
 from flexvarlen.packing.rope_index import RopeIndex, rope_positions
 
-TYPES = "mm_token_type_ids"
-SAMPLE_COLUMNS = (TYPES, *GRIDS, *PIXELS, "second_per_grid_ts")
+SAMPLE_COLUMNS = ("mm_token_type_ids", *GRIDS, *PIXELS, "second_per_grid_ts")
 
 
 class Image(NamedTuple):
@@ -161,14 +160,15 @@ class ImagesOfSamples:
             given = sample if isinstance(sample, Mapping) else {}
             own = read_images(given)
             types = np.zeros_like(tokens)
-            if given.get(TYPES) is not None:
-                types = np.asarray(given[TYPES]).astype(np.int64)
+            if given.get("mm_token_type_ids") is not None:
+                types = np.asarray(given["mm_token_type_ids"]).astype(np.int64)
             if types.shape != tokens.shape:
                 raise ValueError(
-                    f"{TYPES} of sample {index} must have a value for each of {len(tokens)} tokens,"
-                    f" got shape {list(types.shape)}; pass what the processor returns."
+                    f"mm_token_type_ids of sample {index} must have a value for each of "
+                    f"{len(tokens)} tokens, got shape {list(types.shape)}; pass what the processor "
+                    "returns."
                 )
-            check_images(own | {TYPES: types})
+            check_images(own | {"mm_token_type_ids": types})
             images = images_in(types, own)
             found.append([x._replace(number=seen[x.kind] + x.number) for x in images])
             seen.update(x.kind for x in images)
@@ -187,16 +187,15 @@ class ImagesOfSamples:
         rope = rope_index_of(model)
         lengths = [len(x) for x in self.ids]
         ids, types = (torch.from_numpy(np.concatenate(x)) for x in (self.ids, self.types))
-        documents = torch.arange(sum(lengths)).split(lengths)
-        positions, _ = rope_positions(rope, ids, types, documents, self.columns)
-        of_samples = torch.cat([positions, types[None]]).T.split(lengths)
-        row_4T = torch.zeros(4, layout.total_tokens, dtype=torch.long)
-        row_4T[:, : sum(tree.lengths)] = tree.take(of_samples).T
-        in_path_1T = layout.position_ids().cpu()[None]
+        samples = PackedLayout.from_lengths(lengths)
+        positions_4T, _ = rope_positions(rope, samples, ids, types, self.columns)
+        of_samples = torch.cat([positions_4T, types[None]]).T.split(lengths)
+        row_5T = torch.zeros(5, layout.total_tokens, dtype=torch.long)
+        row_5T[:, : sum(tree.lengths)] = tree.take(of_samples).T
         return {
             **self.shared.of_tree(tree),
-            "position_ids": torch.cat([in_path_1T, row_4T[:3]])[:, None],
-            TYPES: row_4T[3:],
+            "position_ids": row_5T[:4, None],
+            "mm_token_type_ids": row_5T[4:],
         }
 
 

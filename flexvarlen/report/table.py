@@ -184,6 +184,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return "0" if value == 0 else f"{value:.{digits - 1}e}"
 
 
+def shown(value: float | None, form: str, scale: float = 1.0) -> str:
+    """A number in that format, a dash for None."""
+    return NOTHING if value is None else f"{value * scale:{form}}"
+
+
 def three_digits(value: float | None) -> str:
     """A measure to three digits, thousands whole.
 

@@ -1,9 +1,9 @@
-"""`measure_each`: a finding for each variant of a case, even if it fails."""
+"""`measure_each`, `measure_passes`: a finding for each variant of a case, even if it fails."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -49,3 +49,17 @@ def measure_each(
             gc.collect()
             torch.cuda.empty_cache()
     return findings
+
+
+def measure_passes(
+    case: str,
+    variants: Sequence[str],
+    passes: Mapping[str, Callable[[str], Finding]],
+    device: torch.device,
+) -> list[Finding]:
+    """`measure_each` of each pass, by its name."""
+    found: list[Finding] = []
+    for name, measure in passes.items():
+        where = f"{case}, {name}"
+        found = measure_each(where, variants, measure, device, pass_=name, before=found)
+    return found

@@ -123,7 +123,7 @@ def positions_by_run(layout: PackedLayout, positions_BS: Tensor, row_tokens: int
 
 
 def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> Tensor:
-    """Rotary positions of a batch with images: as given, or `[3, B, S]` by document, 0 at padding.
+    """Rotary positions of a batch with images: as given, or `[4, B, S]` by document.
 
     Computed by the model's own `get_rope_index` with one document per row; it uses the images
     in the order of the tokens.
@@ -152,19 +152,15 @@ def image_positions(base: Any, layout: PackedLayout, inputs: dict[str, Any]) -> 
             "position_ids of 4 rows must be passed to a compiled model where a batch has images: "
             "get_rope_index does not trace; call it by document, before."
         )
-    rest = layout.total_tokens - sum(layout.lengths)
-    real = layout.real_tokens().cpu()
-    runs = torch.arange(layout.total_tokens, device="cpu").split([*layout.lengths, rest])
-    documents = [tokens for tokens in runs if len(tokens) and real[tokens[0]]]
     about = (*GRIDS, "second_per_grid_ts")
     given_images = {name: inputs[name] for name in about if inputs.get(name) is not None}
     images = {name: torch.as_tensor(x).cpu() for name, x in given_images.items()}
     positions, deltas = rope_positions(
-        base.get_rope_index, input_ids.flatten().cpu(), types.flatten().cpu(), documents, images
+        base.get_rope_index, layout, input_ids.flatten().cpu(), types.flatten().cpu(), images
     )
-    if len(documents) == len(input_ids):  # one document per row, so decoding may follow
+    if len(deltas) == len(input_ids):  # one document per row, so decoding may follow
         base.rope_deltas = deltas.to(input_ids.device)
-    return positions.to(input_ids.device).view(3, *input_ids.shape)
+    return positions.to(input_ids.device).view(4, *input_ids.shape)
 
 
 def padded_positions(given: Given, padded: PaddedBatch) -> Tensor:
@@ -173,7 +169,5 @@ def padded_positions(given: Given, padded: PaddedBatch) -> Tensor:
     if positions is not None:
         return positions
     row = padded.inputs_of_row(given.inputs)
-    positions_31T = image_positions(given.parts.base(given.module), padded.layout, row)
-    in_document_1T = padded.layout.position_ids()[None]
-    positions_41T = torch.cat([in_document_1T[None], positions_31T])
+    positions_41T = image_positions(given.parts.base(given.module), padded.layout, row)
     return padded.tokens.leave(positions_41T.movedim(0, -1)).movedim(-1, 0)

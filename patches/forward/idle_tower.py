@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flexvarlen.parallel.sharded_parameters import is_sharded
 from flexvarlen.patches.batch.given import Inputs
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import Patch
@@ -160,16 +161,3 @@ def _add_nothing(base: Any, features: list[Tensor]) -> None:
         return embedded + nothing.to(embedded.device, embedded.dtype)
 
     hook = base.get_input_embeddings().register_forward_hook(add)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters are sharded over processes, by FSDP or DeepSpeed ZeRO-3."""
-    if not dist.is_available():
-        return False
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
-        isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
-        for parameter in model.parameters()
-    )

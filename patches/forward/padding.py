@@ -13,13 +13,10 @@ from flexvarlen.layout.arguments import to_int_or_none
 from flexvarlen.packing.images import has_images
 from flexvarlen.patches.batch.given import Given, Inputs, read_arguments
 from flexvarlen.patches.batch.labels import next_token_labels
-from flexvarlen.patches.batch.padded_batch import (
-    PaddedBatch,
-    find_padding,
-    share_prefixes_of_rows,
-)
+from flexvarlen.patches.batch.padded_batch import PaddedBatch, find_padding
 from flexvarlen.patches.batch.positions import padded_positions
 from flexvarlen.patches.batch.row import PackedRow
+from flexvarlen.patches.batch.shared_rows import share_prefixes_of_rows
 from flexvarlen.patches.forward.head_checks import check_document_labels, wrap_loss
 from flexvarlen.patches.forward.make_row import is_compiled
 from flexvarlen.patches.state import CONTEXT

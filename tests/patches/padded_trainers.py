@@ -24,7 +24,7 @@ from transformers import (
 
 import flexvarlen as fv
 from flexvarlen.patches import trainers
-from flexvarlen.patches.batch import padded_batch
+from flexvarlen.patches.batch import shared_rows
 from flexvarlen.patches.forward import padding
 from tests.contract_training import settings
 from tests.tiny_models import VOCABULARY, config_of, tokenizer
@@ -332,9 +332,9 @@ def check_run(case, folder, **changes):
 
 def check_shared(case, folder, monkeypatch, **changes):
     """A run whose batches share prompts against the padded one, and that each of them does."""
-    monkeypatch.setattr(padded_batch, "MIN_SHARED_TOKENS", 1)  # the tests' prompts are short
+    monkeypatch.setattr(shared_rows, "MIN_SHARED_TOKENS", 1)  # the tests' prompts are short
     shared = []
-    share = padded_batch.share_prefixes_of_rows
+    share = shared_rows.share_prefixes_of_rows
 
     def noting(padded, *args, **kwargs):
         found = share(padded, *args, **kwargs)

@@ -16,6 +16,7 @@ from tests.tiny_models import config_of, new_model
 ROOT = Path(fv.__file__).parents[1]
 OF_CAPABILITIES = (
     "patches/batch/padded_batch.py",
+    "patches/batch/shared_rows.py",
     "patches/forward/choices.py",
     "patches/forward/neftune.py",
     "patches/forward/padding.py",

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 import flexvarlen as fv
 from flexvarlen.patches import trainers
 from flexvarlen.patches.api import current_patch
-from flexvarlen.patches.batch import padded_batch
+from flexvarlen.patches.batch import shared_rows
 from tests.contract_training import settings
 from tests.patches.padded_trainers import (
     BASES,
@@ -146,7 +146,7 @@ def test_a_batch_of_one_completion_of_each_prompt(tmp_path):
 
 def test_models_that_score(tmp_path, monkeypatch):
     """Causal ones share prompts too; in an encoder rows share nothing."""
-    monkeypatch.setattr(padded_batch, "MIN_SHARED_TOKENS", 1)
+    monkeypatch.setattr(shared_rows, "MIN_SHARED_TOKENS", 1)
     found = []
     for patched in (False, True):
         scorers = [classifier(), classifier("modernbert")]

@@ -24,7 +24,7 @@ from flexvarlen.measure.timing import synchronize
 from flexvarlen.reference.acceptance import Error
 from flexvarlen.report.records import Record, by_machine, grouped
 from flexvarlen.report.table import Column, Table
-from flexvarlen.runner.each import measure_each
+from flexvarlen.runner.each import measure_passes
 from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
 
 KERNELS = ("fa2", "fa3", "fa4", "varlen")
@@ -60,22 +60,11 @@ class HostTime(Suite[HostTimeCase]):
         return KERNELS
 
     def measure(self, case: HostTimeCase, variants: Sequence[str], options: Options) -> Findings:
-        inputs = Inputs.random(
-            case.documents,
-            case.heads,
-            case.head_dim,
-            getattr(torch, case.dtype),
-            options.device,
-            causal=True,
-        )
+        kind = (case.heads, case.head_dim, getattr(torch, case.dtype), options.device, True)
+        inputs = Inputs.random(case.documents, *kind)
         require_known(variants, RAW)
-        found: list[Finding] = []
-        for pass_ in PASSES:
-            measure = partial(_host_time, inputs, pass_, options)
-            found = measure_each(
-                case.name, variants, measure, options.device, pass_=pass_, before=found
-            )
-        return found
+        passes = {pass_: partial(_host_time, inputs, pass_, options) for pass_ in PASSES}
+        return measure_passes(case.name, variants, passes, options.device)
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
         return map(_table, by_machine(records))

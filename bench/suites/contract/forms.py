@@ -41,7 +41,7 @@ from flexvarlen.reference.acceptance import Error, largest
 from flexvarlen.reference.model import Float64, float64_model
 from flexvarlen.reference.recurrences import plain_recurrences
 from flexvarlen.report.records import Status, one_line
-from flexvarlen.runner.each import measure_each
+from flexvarlen.runner.each import measure_passes
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Finding, Findings, Options, Suite
 from flexvarlen.verify.experiment.alone import Compared, why_one_is_wrong
@@ -87,18 +87,8 @@ class Forms(Suite[FormsCase]):
     def measure(self, case: FormsCase, variants: Sequence[str], options: Options) -> Findings:
         forms = [f for f in FORMS if f.name in QUICK_FORMS] if options.quick else self.forms
         models = TinyModels(case, options.device)
-        findings: list[Finding] = []
-        for form in forms:
-            measure = partial(self.finding, models, form)
-            findings = measure_each(
-                f"{case.name}, {form.name}",
-                variants,
-                measure,
-                options.device,
-                pass_=form.name,
-                before=findings,
-            )
-        return findings
+        passes = {form.name: partial(self.finding, models, form) for form in forms}
+        return measure_passes(case.name, variants, passes, options.device)
 
     def finding(self, models: TinyModels, form: Form, variant: str) -> Finding:
         """One implementation in one form."""

@@ -28,7 +28,7 @@ from flexvarlen.bench.suites.model.tree_cases import (
 )
 from flexvarlen.bench.suites.model.tree_runs import TreeSteps, measure_trees, split_variant
 from flexvarlen.report.records import Record, by_machine, commits_of, grouped, ran_on, records_alike
-from flexvarlen.report.table import NOTHING, Column, Notes, Table
+from flexvarlen.report.table import NOTHING, Column, Notes, Table, shown
 from flexvarlen.runner.suite import Findings, Options, Suite
 from flexvarlen.verify.experiment.inputs import THEIRS
 from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
@@ -198,8 +198,8 @@ def _page_table(records: Sequence[Record]) -> Table:
 
     def peak(record: Record) -> str:
         found = (of(record, "memory", x, "peak_mib") for x in (f"{REPEATED}auto", "auto"))
-        shown = [NOTHING if x is None else f"{x / 1024:.1f}" for x in found]
-        return NOTHING if set(shown) == {NOTHING} else " → ".join(shown)
+        gib = [shown(x, ".1f", 1 / 1024) for x in found]
+        return NOTHING if set(gib) == {NOTHING} else " → ".join(gib)
 
     eager = [r for r in records if r.case["kind"] == "eager"]
     columns = [

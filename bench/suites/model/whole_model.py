@@ -32,7 +32,7 @@ from flexvarlen.bench.suites.model.cases import (
 )
 from flexvarlen.report.figure import chart, lines, save
 from flexvarlen.report.records import Record, by_machine, grouped, provenance
-from flexvarlen.report.table import NOTHING, Column, Notes, Table
+from flexvarlen.report.table import NOTHING, Column, Notes, Table, shown
 from flexvarlen.runner.suite import Findings, Options, Suite
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.experiment import Experiment
@@ -151,8 +151,7 @@ def training_table(records: Sequence[Record]) -> Table:
         return tables.cell(record, tables.with_ratio(record, "tokens_per_s", others, ",.0f"), notes)
 
     def peak(variant: str) -> str:
-        mib = tables.value(found.get((variant, in_memory)), "peak_mib")
-        return NOTHING if mib is None else f"{mib / 1024:.1f}"
+        return shown(tables.value(found.get((variant, in_memory)), "peak_mib"), ".1f", 1 / 1024)
 
     columns = [
         Column("batch", lambda v: split_variant(v)[0]),

@@ -47,58 +47,39 @@ class PreferenceCase(GeometryCase):
         return {field: value for field, value in super().data().items() if field not in hidden}
 
 
+DPO = PreferenceCase(name="dpo", task="dpo")
+GRPO = PreferenceCase(name="grpo", task="grpo", samples=16)
+LONG = replace(GRPO, name="grpo-4096", prompt=4096)
+# Without checkpointing the padded batch does not fit.
+IMAGES: dict[str, Any] = {"geometry": "qwen3-vl-2b", "layers": 28, "checkpointing": True}
 CASES = (
-    PreferenceCase(name="dpo", task="dpo"),
-    PreferenceCase(name="dpo-4096", task="dpo", samples=2, prompt=4096),  # logits of a token: 152K
-    PreferenceCase(name="grpo", task="grpo", samples=16),
-    PreferenceCase(name="grpo-16", task="grpo", samples=16, group=16),
-    PreferenceCase(name="grpo-4096", task="grpo", samples=16, prompt=4096),
-    PreferenceCase(name="grpo-4096-16", task="grpo", samples=16, group=16, prompt=4096),
-    PreferenceCase(
+    DPO,
+    replace(DPO, name="dpo-4096", samples=2, prompt=4096),  # logits of a token: 152K
+    GRPO,
+    replace(GRPO, name="grpo-16", group=16),
+    LONG,
+    replace(LONG, name="grpo-4096-16", group=16),
+    replace(
+        LONG,
         name="grpo-hybrid-4096",
-        task="grpo",
         geometry="qwen3.5-2b",
         layers=12,
         samples=32,
-        prompt=4096,
         shortest=512,
         longest=512,
         checkpointing=True,  # without shared prompts 147,456 tokens
     ),
-    PreferenceCase(
-        name="grpo-experts-4096",
-        task="grpo",
-        geometry="qwen3-30b-a3b",
-        layers=4,
-        samples=16,
-        prompt=4096,
-    ),
+    replace(LONG, name="grpo-experts-4096", geometry="qwen3-30b-a3b", layers=4),
     PreferenceCase(name="reward", task="reward"),
     PreferenceCase(
         name="classification", task="classification", prompt=0, shortest=0, longest=4096
     ),
     PreferenceCase(
-        name="images",
-        task="images",
-        geometry="qwen3-vl-2b",
-        layers=28,
-        prompt=0,
-        shortest=64,
-        longest=512,
-        checkpointing=True,  # without it the padded batch does not fit
-        images=4,
+        name="images", task="images", prompt=0, shortest=64, longest=512, images=4, **IMAGES
     ),
-    PreferenceCase(
-        name="grpo-images",
-        task="grpo",
-        geometry="qwen3-vl-2b",
-        layers=28,
-        prompt=256,
-        checkpointing=True,
-        images=3,
-    ),
+    PreferenceCase(name="grpo-images", task="grpo", prompt=256, images=3, **IMAGES),
     # Compiling takes longer than all else: few layers.
-    PreferenceCase(name="dpo-compiled", task="dpo", mode="compiled", layers=2, batches=5),
+    replace(DPO, name="dpo-compiled", mode="compiled", layers=2, batches=5),
 )
 QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 1, "batches": 1, "shortest": 3}
 QUICK_OTHERS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from flexvarlen.bench.suites.model import tables
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, by_machine, grouped, provenance, records_alike
-from flexvarlen.report.table import NOTHING, Column, Notes, Table
+from flexvarlen.report.table import NOTHING, Column, Notes, Table, shown
 
 PADDED = "padded-fa3"
 """The variant that speeds are compared with, beside `padded-sdpa` where it did not run."""
@@ -79,13 +79,12 @@ def _page_table(groups: Sequence[Group]) -> Table:
         return cell
 
     def padded(group: Group) -> str:
-        found = tables.value(group.get(PADDED), "samples_per_s")
-        return NOTHING if found is None else f"{found:.2f}"
+        return shown(tables.value(group.get(PADDED), RATE), ".2f")
 
     def each(name: str, form: str, scale: float = 1.0) -> Callable[[Group], str]:
         def cell(group: Group) -> str:
-            found = [tables.value(group.get(x), name) for x in (PADDED, PACKED, SHARED)]
-            return ", ".join(NOTHING if x is None else f"{x * scale:{form}}" for x in found)
+            found = (tables.value(group.get(x), name) for x in (PADDED, PACKED, SHARED))
+            return ", ".join(shown(x, form, scale) for x in found)
 
         return cell
 
@@ -112,8 +111,8 @@ def _page_table(groups: Sequence[Group]) -> Table:
 
 def _draw(groups: Sequence[Group], folder: Path) -> Path:
     """The speedups of all cases, without and with shared prompts, on one scale."""
-    shown = {PACKED: "packed", SHARED: "packed, each prompt once"}
-    gains = {name: {_batch(group): _gain(group, name) or 0.0 for group in groups} for name in shown}
+    drawn = {PACKED: "packed", SHARED: "packed, each prompt once"}
+    gains = {name: {_batch(group): _gain(group, name) or 0.0 for group in groups} for name in drawn}
     records = [group[PACKED] for group in groups]
     packed, shared = (sorted(filter(None, found.values())) for found in gains.values())
     # classification runs in transformers' Trainer
@@ -128,7 +127,7 @@ def _draw(groups: Sequence[Group], folder: Path) -> Path:
         panels=2,
         share_y=True,
     )
-    for axes, (name, label) in zip(panels, shown.items(), strict=True):
+    for axes, (name, label) in zip(panels, drawn.items(), strict=True):
         texts = [f"{x:.2f}×" if x else NOTHING for x in gains[name].values()]
         colors = [style_of("auto").color] * len(groups)
         bars(axes, gains[name], label=f"speedup, {label}", colors=colors, texts=texts)

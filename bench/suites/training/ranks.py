@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.training import scaling_ranks, texts
+from flexvarlen.bench.suites.training import texts
+from flexvarlen.bench.suites.training.scaling_ranks import RanksCase
 from flexvarlen.bench.suites.training.texts import Document
 from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.measure.timing import synchronize
@@ -25,18 +26,15 @@ Measured = tuple[Status, str | None, dict[str, Any]]
 """A finding's status, reason and measures, the same on every rank."""
 
 LEARNING_RATE = 1e-5
-ModelCase = (
-    scaling_ranks.TrainingCase | scaling_ranks.SequenceCase | scaling_ranks.SharedTrainerCase
-)
 
 
-def rows_of(case: ModelCase, count: int) -> list[list[Document]]:
+def rows_of(case: RanksCase, count: int) -> list[list[Document]]:
     """Packed rows of the help topics."""
     topics = texts.topic_ids(case.vocab_size, case.tokens)
     return texts.full_rows(topics, case.tokens, count, case.seed)
 
 
-def patched_model(case: ModelCase, device: torch.device, **options: Any) -> PreTrainedModel:
+def patched_model(case: RanksCase, device: torch.device, **options: Any) -> PreTrainedModel:
     model = case.new_causal_lm(device)
     fv.patch_model(model, case.backend, **options)
     if case.checkpointing:

@@ -27,7 +27,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from flexvarlen.bench.suites import FrozenCase
 from flexvarlen.bench.suites.model.geometries import GeometryCase, is_hybrid
 from flexvarlen.bench.suites.training import scaling_ranks_tables as tables
 from flexvarlen.report.records import Record
@@ -42,32 +41,40 @@ LIMIT_S = 1800.0
 
 
 @dataclass(frozen=True)
-class RanksCase(FrozenCase):
-    """What all three kinds of case have."""
+class RanksCase(GeometryCase):
+    """What all three kinds of case have.
 
+    Attributes:
+        tokens: of a packed row.
+    """
+
+    geometry: str = "qwen3-1.7b"
+    layers: int = 28
     ranks: int = 1
     backend: str = "auto"
-    dtype: str = "bfloat16"
-    seed: int = 0
+    tokens: int = 32_768
+    checkpointing: bool = True
+
+    kinds: ClassVar[tuple[str, ...]]
+    """The variants."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kinds[0]}-{self.ranks}"
 
 
 @dataclass(frozen=True)
-class TrainingCase(RanksCase, GeometryCase):
+class TrainingCase(RanksCase):
     """A packed row for each rank and step.
 
     Attributes:
         order: of the rows, "shuffled" or "balanced".
         timed_rows: over all ranks, after `warmup` steps.
-        tokens: of a row.
     """
 
-    geometry: str = "qwen3-1.7b"
-    layers: int = 28
     order: str = "shuffled"
     timed_rows: int = 32
-    tokens: int = 32_768
     warmup: int = 3
-    checkpointing: bool = True
 
     kinds: ClassVar[tuple[str, ...]] = ("ddp", "fsdp2")
 
@@ -77,24 +84,19 @@ class TrainingCase(RanksCase, GeometryCase):
 
 
 @dataclass(frozen=True)
-class SequenceCase(RanksCase, GeometryCase):
-    """A whole model trained on one row over all ranks.
+class SequenceCase(RanksCase):
+    """A whole model trained on one row over all ranks; a row of `tokens` is compared first.
 
     Attributes:
-        tokens: of the packed row that is compared with the reference.
         row: that is timed: "one" document that one GPU cannot hold, so over all ranks only; or
             against one GPU, documents that are "cut", or all lie "whole" on a rank.
         document: tokens of the row that is timed.
         steps: timed.
     """
 
-    geometry: str = "qwen3-1.7b"
-    layers: int = 28
-    tokens: int = 32_768
     row: str = "one"
     document: int = 98_304
     steps: int = 3
-    checkpointing: bool = True
 
     kinds: ClassVar[tuple[str, ...]] = ("sequence",)
 
@@ -109,40 +111,31 @@ class SequenceCase(RanksCase, GeometryCase):
 
 
 @dataclass(frozen=True)
-class SharedTrainerCase(RanksCase, GeometryCase):
+class SharedTrainerCase(RanksCase):
     """A Trainer, FSDP2, whose ranks share each row: `fv.patch_trainer(trainer, context_parallel=)`.
 
     Attributes:
-        tokens: of a row of help topics, which are the documents.
         steps: timed.
     """
 
-    geometry: str = "qwen3-1.7b"
-    layers: int = 28
     tokens: int = 131_072
     steps: int = 3
-    checkpointing: bool = True
 
     kinds: ClassVar[tuple[str, ...]] = ("trainer", "sft")
 
-    @property
-    def name(self) -> str:
-        return f"trainer-{self.ranks}"
 
-
-LaunchedCase = TrainingCase | SequenceCase | SharedTrainerCase
-CASES: dict[str, type[LaunchedCase]] = {
+CASES: dict[str, type[RanksCase]] = {
     kind: each for each in (TrainingCase, SequenceCase, SharedTrainerCase) for kind in each.kinds
 }
 """The kind of case by variant."""
 
 
-class ScalingRanks(Suite[LaunchedCase]):
+class ScalingRanks(Suite[RanksCase]):
     """Each variant of a case is a launch of its own."""
 
     name: ClassVar[str] = "scaling-ranks"
 
-    def cases(self, options: Options) -> Sequence[LaunchedCase]:
+    def cases(self, options: Options) -> Sequence[RanksCase]:
         training, sequence, shared = TrainingCase(), SequenceCase(), SharedTrainerCase()
         row: dict[str, Any] = {"document": 65_536, "layers": 14}
         hybrid: dict[str, Any] = {"geometry": "qwen3.5-2b", "layers": 12, "document": 65_536}
@@ -176,10 +169,10 @@ class ScalingRanks(Suite[LaunchedCase]):
             *(replace(sequence, ranks=ranks, row="cut", **hybrid) for ranks in several),
         ]
 
-    def variants(self, case: LaunchedCase, options: Options) -> Sequence[str]:
+    def variants(self, case: RanksCase, options: Options) -> Sequence[str]:
         return case.kinds
 
-    def measure(self, case: LaunchedCase, variants: Sequence[str], options: Options) -> Findings:
+    def measure(self, case: RanksCase, variants: Sequence[str], options: Options) -> Findings:
         require_known(variants, case.kinds)
         measure = partial(launch, case, device=options.device)
         return measure_each(case.name, variants, measure, options.device)

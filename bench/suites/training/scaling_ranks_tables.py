@@ -10,7 +10,7 @@ from flexvarlen.bench.suites.model.geometries import is_hybrid
 from flexvarlen.bench.suites.model.tables import made, model_title, number
 from flexvarlen.report.figure import bars, chart, save
 from flexvarlen.report.records import Record, commits_of, ran_on, records_alike
-from flexvarlen.report.table import NOTHING, Column, Table
+from flexvarlen.report.table import Column, Table, shown
 
 NAMES = {"ddp": "DDP", "fsdp2": "FSDP2"}
 TRAINERS = {"trainer": "Trainer", "sft": "SFTTrainer"}
@@ -58,18 +58,13 @@ PEAK = number("peak GiB", "peak_mib", ".1f", 1 / 1024)
 
 def training_table(records: Sequence[Record]) -> Table:
     """DDP and FSDP2."""
-
-    def efficiency(record: Record) -> str:
-        found = efficiency_of(record, records)
-        return NOTHING if found is None else f"{found:.1%}"
-
     ordered = sorted(records, key=lambda r: (r.case["variant"], r.case["ranks"], r.case["order"]))
     columns = [
         Column("parallel", lambda r: NAMES[r.case["variant"]]),
         GPUS,
         Column("rows", lambda r: r.case["order"]),
         number("tokens/s per GPU", "tokens_per_s_rank", ",.0f", outcome=True),
-        made("scaling efficiency", efficiency),
+        made("scaling efficiency", lambda r: shown(efficiency_of(r, records), ".1%")),
         made("attention imbalance", lambda r: f"{r.measures['imbalance'] - 1:.1%}"),
         PEAK,
     ]

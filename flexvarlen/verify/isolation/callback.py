@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.random_state import RandomState
 from flexvarlen.parallel.every_rank import EveryRank
-from flexvarlen.patches.forward.idle_tower import is_sharded
+from flexvarlen.parallel.sharded_parameters import is_sharded
 from flexvarlen.patches.isolation.documents import documents_of, shares_rows, units_of
 from flexvarlen.patches.isolation.model_run import training_mode
 from flexvarlen.patches.isolation.report import IsolationReport

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 import flexvarlen as fv
 from flexvarlen.layout.token_map import Padding
-from flexvarlen.patches.batch import padded_batch
+from flexvarlen.patches.batch import shared_rows
 from flexvarlen.patches.batch.padded_batch import (
     PaddedBatch,
     find_padding,
-    share_prefixes_of_rows,
 )
+from flexvarlen.patches.batch.shared_rows import share_prefixes_of_rows
 from flexvarlen.patches.state import ATTRIBUTE
 from tests.backends import FLASH, gpu_param
 from tests.patches.forward.padded_runs import (
@@ -160,7 +160,7 @@ def test_a_prefix_is_computed_once_for_each_offset(rows, typed, multiple_of):
     batch = find_padding(mask, None, multiple_of=multiple_of, even_without=True)
     inputs = {"input_ids": ids, "token_type_ids": types, "position_ids": torch.arange(8)[None]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(padded_batch, "MIN_SHARED_TOKENS", 1)
+        patch.setattr(shared_rows, "MIN_SHARED_TOKENS", 1)
         found = share_prefixes_of_rows(batch, inputs, multiple_of=multiple_of)
     prefixes = {
         (row % 2 * typed, first, *tokens[:stop])

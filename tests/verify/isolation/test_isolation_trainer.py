@@ -11,11 +11,8 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainerState, TrainingArguments
 
 import flexvarlen as fv
-from flexvarlen.verify.isolation.callback import (
-    IsolationCallback,
-    is_sharded,
-    several_documents,
-)
+from flexvarlen.parallel.sharded_parameters import is_sharded
+from flexvarlen.verify.isolation.callback import IsolationCallback, several_documents
 from flexvarlen.verify.models import build_model
 from tests.contract_training import settings
 from tests.patches.models import images
