@@ -97,7 +97,8 @@ class Variant:
 
     def inputs(self, row: Row) -> dict[str, Any]:
         """Keyword arguments of a forward on `[1, T]`, all but those of single tokens."""
-        return inputs_of(self.form, self.layout(row), row.samples.lengths)
+        marks = inputs_of(self.form, self.layout(row), row.samples.lengths)
+        return row.images.packed(marks)
 
     def forward(self, row: Row, **of_tokens: Tensor) -> ModelInputs:
         """The packed row as a forward: the caller's batch as it stands, or `inputs`.
@@ -112,7 +113,7 @@ class Variant:
             name: given.place(x, IGNORE_INDEX if name == "labels" else 0) if x.ndim else x
             for name, x in of_tokens.items()
         }
-        return ModelInputs({**placed, **given.inputs}, given.real)
+        return ModelInputs({**placed, **given.inputs, **row.images.columns}, given.real)
 
     def compiled(
         self,
