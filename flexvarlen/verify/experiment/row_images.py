@@ -69,7 +69,8 @@ class RowImages:
             NotImplementedError: sizes of images that their model's processor alone can relate to
                 tokens.
         """
-        columns = {name: batch[name] for name in IMAGES if batch.get(name) is not None}
+        given = {name: batch[name] for name in IMAGES if batch.get(name) is not None}
+        columns = {name: torch.as_tensor(x) for name, x in given.items()}
         supported = (*PIXELS, *GRIDS, SECONDS)
         for name, x in columns.items():
             if name not in supported or (name in PIXELS and x.ndim == 5):

@@ -105,10 +105,19 @@ class Variant:
 
         Args:
             of_tokens: the other arguments, `[1, T, …]`, labels among them; or 0-d.
+
+        Raises:
+            Unsupported: a caller's batch with images and without their positions, which
+                transformers makes of input_ids.
         """
         given = self.given(row)
         if given is None:
             return ModelInputs({**of_tokens, **self.inputs(row)})
+        if row.images.positions is not None and given.inputs.get("position_ids") is None:
+            raise Unsupported(
+                f"{self.name} needs the position_ids of such images in a comparison, which passes "
+                "inputs_embeds; make the batch with PackedCollator(model=model)."
+            )
         placed = {
             name: given.place(x, IGNORE_INDEX if name == "labels" else 0) if x.ndim else x
             for name, x in of_tokens.items()

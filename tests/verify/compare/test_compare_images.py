@@ -6,6 +6,7 @@ import torch
 import flexvarlen as fv
 from flexvarlen.verify.compare import compare
 from flexvarlen.verify.compare.pairs import model_drift
+from tests.patches.forward.test_unpad_images import videos
 from tests.patches.models import images, tower_images
 from tests.tiny_models import new_model
 
@@ -53,6 +54,18 @@ def test_documents_are_found_by_the_first_of_four_rows_of_positions():
     report = compare(new_model("qwen3_vl"), row, "sdpa", train=False)
     assert report.record("sdpa").case["documents"] == len(images.LENGTHS)
     assert report.verdict("sdpa") == "right"
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_videos_of_padded_rows(kind):
+    """With the seconds of their frames; transformers makes such positions of input_ids alone."""
+    names = ["sdpa", "transformers:sdpa", "transformers:sdpa@position_ids"]
+    batch = videos(kind)
+    if "second_per_grid_ts" in batch:
+        batch["second_per_grid_ts"] = batch["second_per_grid_ts"].tolist()
+    report = compare(new_model(kind), batch, names, train=False)
+    assert [report.verdict(name) for name in names] == ["right", "unsupported", "right"]
+    assert "make the batch with PackedCollator(model=model)" in report.record(names[1]).reason
 
 
 @pytest.mark.parametrize("variant", ["sdpa", "transformers:sdpa"])
