@@ -29,6 +29,9 @@ IMAGES = (
 )
 """Columns with one row for each image, tile, patch or video, in the order of the tokens."""
 
+SIZES = ("image_sizes", "spatial_shapes", "image_position_ids", "video_position_ids")
+"""Columns of models whose images take different numbers of tokens."""
+
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 """Columns that say of each token whether it is text, 0, or what else it is."""
 
@@ -153,6 +156,42 @@ def num_patches(columns: Columns) -> int:
     """Patches of a document in Qwen's models; images, or their tiles, in others."""
     pixels = [columns[name] for name in PIXELS if name in columns]
     return sum(len(x) * (x.shape[1] if x.ndim == 5 else 1) for x in pixels)  # images of tiles
+
+
+def rows_of_pixels(
+    columns: Mapping[str, Any], types: Tensor, documents: Sequence[slice]
+) -> dict[str, Tensor]:
+    """Which rows of the pixels belong to some documents of a row.
+
+    Each token of images must stand for equally many rows of the pixels, as in Qwen-VL models, or
+    each row for equally many tokens. Pixels of which this is not so are left out.
+
+    Args:
+        columns: of the images of all documents.
+        types: int `[T]`, the type of each token: 1 of images, 2 of videos.
+        documents: the tokens of each.
+
+    Returns:
+        bool `[rows]` by the name of the pixels.
+    """
+    found: dict[str, Tensor] = {}
+    is_theirs_T = torch.zeros_like(types, dtype=torch.bool)
+    for tokens in documents:
+        is_theirs_T[tokens] = True
+    for kind, (_, name) in KINDS.items():
+        pixels = columns.get(name)
+        if not isinstance(pixels, Tensor) or not len(pixels):
+            continue
+        if pixels.ndim == 5 or any(columns.get(x) is not None for x in SIZES):
+            continue
+        is_theirs = is_theirs_T[types == kind]
+        per_token, rest = divmod(len(pixels), max(len(is_theirs), 1))
+        per_row, other_rest = divmod(len(is_theirs), len(pixels))
+        if rest == 0 and len(is_theirs):
+            found[name] = is_theirs.repeat_interleave(per_token)
+        elif other_rest == 0 and len(is_theirs):
+            found[name] = is_theirs[::per_row]
+    return found
 
 
 def has_images(columns: Mapping[str, Any]) -> bool:

@@ -229,6 +229,7 @@ def run_alone(
     documents: Sequence[int] | None = None,
     loss: Loss | None = None,
     parameters: Sequence[str] | None = None,
+    images: Callable[[int], Mapping[str, Tensor]] = lambda document: {},
 ) -> ModelResults:
     """Run each document alone through `model`, positions from 0; a `float64_model` in fp64.
 
@@ -243,6 +244,7 @@ def run_alone(
         loss: the loss to differentiate, summed over documents; None: no gradients.
         parameters: parameters whose gradients are computed; None: all. Gradients are summed in at
             least fp32, so that only the model's dtype rounds.
+        images: a document's index -> the keyword arguments of its images.
     """
     chosen = tuple(range(len(lengths)) if documents is None else documents)
     spans = spans_of(lengths)
@@ -259,7 +261,8 @@ def run_alone(
     with mode, torch.set_grad_enabled(loss is not None), plain_recurrences(model):
         for document in chosen:
             tokens = slice(*spans[document])
-            out = model.base_model(input_ids=input_ids[:, tokens], use_cache=False)
+            own = images(document)
+            out = model.base_model(input_ids=input_ids[:, tokens], use_cache=False, **own)
             states = out.last_hidden_state[0]
             hidden.append(states.detach())
             if loss is None:

@@ -59,7 +59,7 @@ def row_of(
         vocabulary = int(model.config.get_text_config().vocab_size)
         batch = packed_text(vocabulary=vocabulary, tokens=tokens, seed=seed)
     if isinstance(batch, Mapping):
-        batch = row_from(batch)
+        batch = row_from(batch, model)
     return batch.to(model.device)
 
 

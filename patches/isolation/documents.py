@@ -42,19 +42,17 @@ def shares_rows(model: nn.Module) -> bool:
 
 
 def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> PackedLayout:
-    """The documents of a batch, by the contract of `patch_model`, or the layout if one is given.
+    """The documents of a batch, as `layout_of` finds them, or the layout if one is given.
 
-    Of `position_ids` `[n, B, S]` the first row counts. A mask that is not 2D is ignored.
+    A mask that is not 2D is ignored.
 
     Raises:
         ValueError: no `input_ids` `[B, S]`, or boundaries that break the contract.
     """
     known = dict(inputs)
-    mask, positions = known.get("attention_mask"), known.get("position_ids")
+    mask = known.get("attention_mask")
     if not (isinstance(mask, Tensor) and mask.ndim == 2):
         known["attention_mask"] = None
-    if isinstance(positions, Tensor) and positions.ndim == 3:
-        known["position_ids"] = positions[0]
     found = layout_of(known) if layout is None else layout
     ids = known.get("input_ids")
     if not isinstance(ids, Tensor) or ids.numel() != found.total_tokens:
@@ -68,6 +66,8 @@ def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> Pack
 def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
     """The documents of a forward's keyword arguments, by the contract of `patch_model`.
 
+    Of `position_ids` `[n, B, S]` the first row counts.
+
     Raises:
         ValueError: no input_ids `[B, S]`, or boundaries that break the contract.
     """
@@ -79,6 +79,9 @@ def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
             "model's forward."
         )
     known: Any = {name: batch.get(name) for name in (*BOUNDARIES, "position_ids", "attention_mask")}
+    positions = known["position_ids"]
+    if isinstance(positions, Tensor) and positions.ndim == 3:
+        known["position_ids"] = positions[0]
     return find_layout(GivenDocuments(ids.shape[0], ids.shape[1], ids.device, **known))
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexvarlen.packing.images import PIXELS, TOKEN_TYPES
+from flexvarlen.packing.images import TOKEN_TYPES, rows_of_pixels
 
 
 class Unit(NamedTuple):
@@ -148,44 +148,23 @@ def with_other_tokens(
     return changed
 
 
-_SIZES = ("image_sizes", "spatial_shapes", "image_position_ids", "video_position_ids")
-"""Columns of models whose images take different numbers of tokens."""
-
-
 def with_other_images(
     inputs: Mapping[str, Any], replaced: Sequence[slice], image_token: int | None
 ) -> dict[str, Tensor]:
     """The pixels of a batch, other ones where an image's tokens lie in replaced documents.
 
-    The tokens of images are known by their types, or by their id.
-
-    Each token of images must stand for equally many rows of the pixels, as in Qwen-VL models, or
-    each row for equally many tokens. Pixels of which this is not so are left out.
+    The tokens of images are known by their types, or by their id. Pixels that `rows_of_pixels`
+    leaves out are left out.
     """
-    found: dict[str, Tensor] = {}
     types = next((x for name in TOKEN_TYPES if (x := inputs.get(name)) is not None), None)
     if types is None and image_token is not None:
         types = (inputs["input_ids"] == image_token).long()
-    for kind, name in enumerate(PIXELS, start=1):
-        pixels = inputs.get(name)
-        if not isinstance(pixels, Tensor) or types is None or not len(pixels):
-            continue
-        if pixels.ndim == 5 or any(inputs.get(x) is not None for x in _SIZES):
-            continue
-        flat_T = types.reshape(-1)
-        is_replaced_T = torch.zeros_like(flat_T, dtype=torch.bool)
-        for rows in replaced:
-            is_replaced_T[rows] = True
-        of_tokens = is_replaced_T[flat_T == kind]
-        per_token, rest = divmod(len(pixels), max(len(of_tokens), 1))
-        per_row, other_rest = divmod(len(of_tokens), len(pixels))
-        if rest == 0 and len(of_tokens):
-            changes = of_tokens.repeat_interleave(per_token)
-        elif other_rest == 0 and len(of_tokens):
-            changes = of_tokens[::per_row]
-        else:
-            continue
-        found[name] = torch.where(changes.view(-1, *[1] * (pixels.ndim - 1)), 1 - pixels, pixels)
+    if types is None:
+        return {}
+    found = {}
+    for name, rows in rows_of_pixels(inputs, types.reshape(-1), replaced).items():
+        pixels = inputs[name]
+        found[name] = torch.where(rows.view(-1, *[1] * (pixels.ndim - 1)), 1 - pixels, pixels)
     return found
 
 

@@ -14,8 +14,9 @@ from flexvarlen.verify.corpus import (
     train_tokenizer,
 )
 from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.tree_batch import row_from
 from flexvarlen.verify.models import build_model
+
+LLAMA = build_model("llama@1")[0]
 
 
 def test_default_documents_are_many_and_of_varied_length():
@@ -106,7 +107,7 @@ def test_labels_never_cross_a_boundary_or_are_of_documents_left_out():
 def test_batch_of_a_collator_drops_padding_and_keeps_documents():
     ids = torch.tensor([[7, 8, 9, 0], [0, 4, 5, 6]])
     mask = torch.tensor([[1, 1, 2, 0], [0, 1, 1, 1]])
-    batch = row_from({"input_ids": ids, "attention_mask": mask, "labels": ids})
+    batch = row_of(LLAMA, {"input_ids": ids, "attention_mask": mask, "labels": ids})
     assert batch.input_ids.tolist() == [[7, 8, 9, 4, 5, 6]]
     assert batch.lengths == (2, 1, 3)
 
@@ -114,7 +115,7 @@ def test_batch_of_a_collator_drops_padding_and_keeps_documents():
 def test_batch_from_a_layout_leaves_out_empty_documents_and_the_tail():
     ids = torch.arange(8)[None]
     layout = PackedLayout.from_lengths([3, 0, 2], total_tokens=8)
-    batch = row_from({"input_ids": ids, "packed_layout": layout})
+    batch = row_of(LLAMA, {"input_ids": ids, "packed_layout": layout})
     assert batch.lengths == (3, 2)
 
 
@@ -123,4 +124,4 @@ def test_batch_from_a_layout_leaves_out_empty_documents_and_the_tail():
 )
 def test_batch_without_tokens_is_one_sentence(batch):
     with pytest.raises(ValueError, match="must"):
-        row_from(batch)
+        row_of(LLAMA, batch)

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from flexvarlen.measure import watch_compilation
 from flexvarlen.patches.isolation.documents import units_of
-from flexvarlen.patches.isolation.tokens import Unit, halves_of, with_other_tokens
+from flexvarlen.patches.isolation.tokens import (
+    Unit,
+    halves_of,
+    with_other_images,
+    with_other_tokens,
+)
 from flexvarlen.patches.isolation.trace import changed_tokens
 from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.verify.compare.accuracy import error_measures, limit_measures
@@ -177,7 +182,7 @@ def find_leak(variant: Variant, batch: Row, seed: int) -> Leak:
     units = units_of(batch.layout())
     everyone = range(len(units))
     vocabulary = variant.model.config.get_text_config().vocab_size
-    labels = batch.labels()
+    labels, images = batch.labels(), batch.images
     counted = batch.counted(labels)
 
     def step(row: Row, losses: Tensor) -> StepResult:
@@ -195,8 +200,10 @@ def find_leak(variant: Variant, batch: Row, seed: int) -> Leak:
     gradients: set[int] = set()
     for index, (replaced, watched) in enumerate(halves_of(everyone, units)):
         tokens = [units[unit].tokens for unit in replaced]
-        ids = with_other_tokens(batch.input_ids[0], tokens, vocabulary, seed + index)
-        other = replace(batch, input_ids=ids[None])
+        ids = batch.input_ids[0]
+        ids = with_other_tokens(ids, tokens, vocabulary, seed + index, images.special)
+        pixels = with_other_images(images.with_types, tokens, None)
+        other = replace(batch, input_ids=ids[None], images=images.with_pixels(pixels))
         losses = torch.full_like(labels, IGNORE_INDEX)
         for unit in watched:
             losses[:, units[unit].tokens] = labels[:, units[unit].tokens]

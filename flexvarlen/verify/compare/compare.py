@@ -74,14 +74,16 @@ def compare(
             labels are not used), or a `PackedBatch`. Default: real text, packed to `tokens`. With a
             `packed_layout` of trees, such as `fv.share_prefixes(samples).batch()`, each sample, a
             path from a root to a leaf, is compared with the sample alone; the loss is `tree_loss`
-            of `shift_labels` and `label_counts`, if the batch has them.
+            of `shift_labels` and `label_counts`, if the batch has them. Images come as from
+            `PackedCollator`: each document runs alone with its own.
         backends: "all" (flexvarlen's, "auto", and transformers' own for contrast), or names.
         dtype: dtype of the comparison; default: the model's.
         train: whether to run forward and backward; else only the forward, under `no_grad`.
         compile: whether to use torch.compile (inductor; graph breaks are counted; cold caches).
         tokens: size of the default batch; default 1,024 on the CPU, 8,192 on CUDA.
         seed: random seed.
-        packings: other packings of the same tokens, to count recompilations; none for trees.
+        packings: other packings of the same tokens, to count recompilations; none for trees or
+            images.
         name: name of the model in the report.
         progress: called with the steps done, all steps, and a description of the current step.
 
@@ -92,7 +94,8 @@ def compare(
     Raises:
         ValueError: `model` is not a transformers model, a backend is unknown, the batch breaks
             the contract, or there is too little memory for the reference.
-        NotImplementedError: the model type is not verified.
+        NotImplementedError: the model type is not verified; or images in trees, or images whose
+            numbers of tokens follow sizes that only a processor can read.
         DeviceLost: a kernel broke the device.
         Interrupted: a KeyboardInterrupt, with the results so far.
 
@@ -196,7 +199,7 @@ class _Comparison:
     def _checks(self) -> Checks:
         seed, others, last = self.case["seed"], [], None
         reference = reference_of(self.base, self.batch, train=self.train, seed=seed)
-        if isinstance(self.batch, PackedBatch) and self.packings:
+        if isinstance(self.batch, PackedBatch) and not self.batch.images.columns and self.packings:
             sizes = Sizes.of(self.batch)
             room = {"capacity": sizes.capacity, "longest": sizes.max_seqlen_bound}
             others = [recut(self.batch, seed + i, **room) for i in range(self.packings)]
@@ -232,7 +235,13 @@ class _Comparison:
         documents = reference.documents
         loss = self.batch.loss_alone(model, documents) if self.train else None
         step = partial(
-            run_alone, model, samples.input_ids, samples.lengths, documents=documents, loss=loss
+            run_alone,
+            model,
+            samples.input_ids,
+            samples.lengths,
+            documents=documents,
+            loss=loss,
+            images=samples.images_alone,
         )
         return CheckedVariant(step, error_measures(reference.baseline), conclude=self._speed)
 

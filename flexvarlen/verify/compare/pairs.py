@@ -162,7 +162,7 @@ def model_drift(
 
     Raises:
         ValueError: a backend or comparison is unknown, or the batch breaks the contract.
-        NotImplementedError: the model type is not verified.
+        NotImplementedError: the model type is not verified, or the batch has images.
         DeviceLost: a kernel broke the device.
     """
     from flexvarlen.patches.models.verified import require_verified
@@ -171,6 +171,11 @@ def model_drift(
     names = variant_names(backends, model.device)
     chosen = None if backends in ("all", ["all"], ("all",)) else tuple(names)
     row = row_of(model, batch, tokens=tokens, seed=seed)
+    if row.images.columns:
+        raise NotImplementedError(
+            "model_drift supports documents of text alone, got images; remove them, or check the "
+            "batch with fv.compare."
+        )
     cases = cases_of(
         comparisons,
         model=str(model.config.name_or_path or model.config.model_type),

@@ -3,6 +3,7 @@
 | file | holds |
 |---|---|
 | `batch.py`, `tree_batch.py` | the documents of a row, or the trees |
+| `row_images.py` | the images of documents: all, and those of one alone |
 | `inputs.py` | the same documents as forwards: packed, padded, one at a time; how they are marked |
 | `variant.py` | a model with one attention |
 | `alone.py` | each document alone: the reference, and the errors of the baseline |

@@ -161,6 +161,7 @@ class Alone:
                 documents=chosen,
                 loss=None if loss is None else loss(model),
                 parameters=parameters,
+                images=samples.images_alone,
             )
             return found if outputs == "logits" else _on_host(found, outputs)
 

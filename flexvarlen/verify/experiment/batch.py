@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.reference.model import IGNORE_INDEX, Loss, next_token_loss
+from flexvarlen.verify.experiment.row_images import NO_IMAGES, RowImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,6 +63,7 @@ class PackedBatch:
         lengths: tokens of each document, each at least 1; their sum is T.
         source: where the tokens come from, for the report.
         given: the caller's batch that they come from, if transformers can read it.
+        images: of the documents.
         unit, sample: what is replaced to find leaks, and what runs alone, in words.
     """
 
@@ -69,6 +71,7 @@ class PackedBatch:
     lengths: tuple[int, ...]
     source: str = "the caller's batch"
     given: GivenBatch | None = field(default=None, compare=False, repr=False)
+    images: RowImages = field(default=NO_IMAGES, compare=False, repr=False)
     unit: ClassVar[str] = "document"
     sample: ClassVar[str] = "document"
 
@@ -126,7 +129,8 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tokens on `device`."""
         given = None if self.given is None else self.given.to(device)
-        return PackedBatch(self.input_ids.to(device), self.lengths, self.source, given)
+        ids, images = self.input_ids.to(device), self.images.to(device)
+        return replace(self, input_ids=ids, given=given, images=images)
 
     def labels(self, documents: Sequence[int] | None = None) -> Tensor:
         """int64 `[1, T]`: the tokens, with -100 at the first token of each document, which has no
@@ -171,8 +175,13 @@ class PackedBatch:
         return {"labels": labels, "num_items_in_batch": counted}
 
     def inputs(self) -> dict[str, Tensor]:
-        """What a user hands to transformers: tokens, and positions that restart."""
-        return {"input_ids": self.input_ids, "position_ids": self.layout().position_ids()[None]}
+        """What a user hands to transformers: tokens, positions that restart, and images."""
+        marks = {"position_ids": self.layout().position_ids()[None]}
+        return {"input_ids": self.input_ids, **self.images.packed(marks)}
+
+    def images_alone(self, document: int) -> dict[str, Tensor]:
+        """The keyword arguments of a document's images, for a forward of it alone."""
+        return self.images.alone(slice(*self.spans()[document]))
 
 
 def recut(batch: PackedBatch, seed: int, *, capacity: int, longest: int) -> PackedBatch:

@@ -6,7 +6,7 @@ Shapes: T tokens of the row; N samples, each a path from a root to a leaf; L tok
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.packing.images import PIXELS
+from flexvarlen.packing.images import has_images
 from flexvarlen.reference.model import IGNORE_INDEX, Loss, weighted_loss
 from flexvarlen.verify.experiment.batch import GivenBatch, PackedBatch
+from flexvarlen.verify.experiment.row_images import NO_IMAGES, RowImages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +33,7 @@ class TreeBatch:
         shift_labels: int64 `[1, T]`, the label of each token's next token; -100 where it has none.
         label_counts: int64 `[1, T]`, in how many samples each label counts.
         source: where the tokens come from, for the report.
+        images: none.
         unit, sample: what is replaced to find leaks, and what runs alone, in words.
     """
 
@@ -40,6 +42,7 @@ class TreeBatch:
     shift_labels: Tensor
     label_counts: Tensor
     source: str = "the caller's batch"
+    images: RowImages = field(default=NO_IMAGES, compare=False, repr=False)
     given: ClassVar[None] = None  # no attention but ours reads trees
     unit: ClassVar[str] = "segment"
     sample: ClassVar[str] = "sample"
@@ -126,7 +129,7 @@ OF_TOKENS_OR_OURS = (
 """Arguments of a forward that a comparison makes itself, or that transformers does not read."""
 
 
-def row_from(batch: Mapping[str, Any]) -> Row:
+def row_from(batch: Mapping[str, Any], model: PreTrainedModel) -> Row:
     """A row from a forward's keyword arguments, its boundaries found as `patch_model` does.
 
     Of documents, rows are put one after another; padding is dropped, and so are labels: a
@@ -135,23 +138,24 @@ def row_from(batch: Mapping[str, Any]) -> Row:
     each token predicts the next of its segment, and counts for each path that it is on. Reads the
     device.
 
+    Args:
+        batch: the keyword arguments.
+        model: that gets them.
+
     Raises:
-        ValueError: no input_ids, boundaries that break the contract, a cache, images, or
-            shift_labels without label_counts.
+        ValueError: no input_ids, boundaries that break the contract, a cache, shift_labels without
+            label_counts, or images that do not fit the tokens.
+        NotImplementedError: images in trees, or of models whose images differ in size.
     """
-    from flexvarlen.patches.isolation.documents import layout_of, units_of  # imports transformers
+    # They import transformers.
+    from flexvarlen.patches.isolation.documents import layout_of, units_of
+    from flexvarlen.patches.isolation.tokens import special_tokens
 
     for name in CACHES:
         if batch.get(name) is not None:
             raise ValueError(
                 f"batch must hold no {name}, got {type(batch[name]).__name__}; remove it: every "
                 "forward of a comparison starts without one."
-            )
-    for name in PIXELS:
-        if batch.get(name) is not None:
-            raise ValueError(
-                f"batch must hold text alone in a comparison, got {name}; remove the images, and "
-                "check those with fv.verify_isolation."
             )
     layout = layout_of(batch)
     ids: Tensor = batch["input_ids"].reshape(1, -1)
@@ -166,8 +170,18 @@ def row_from(batch: Mapping[str, Any]) -> Row:
         if batch.get("packed_layout") is None or any(batch.get(x) is not None for x in THEIR_MARKS):
             others = {name: x for name, x in batch.items() if name not in OF_TOKENS_OR_OURS}
             given = GivenBatch(others, real.view_as(batch["input_ids"]))
-        lengths = tuple(len(ids[0, tokens]) for tokens in documents)
-        return PackedBatch(ids[:, real], lengths, given=given)
+        row = PackedBatch(ids[:, real], tuple(len(ids[0, x]) for x in documents), given=given)
+        if not has_images(batch):
+            return row
+        spans = [slice(*span) for span in row.spans()]
+        real = real.view_as(batch["input_ids"])
+        special = special_tokens(model.config)
+        return replace(row, images=RowImages.read(batch, real, spans, model, special))
+    if has_images(batch):
+        raise NotImplementedError(
+            "batch must hold text alone where its packed_layout has trees, in a comparison, got "
+            "images; check those with fv.verify_isolation."
+        )
     labels, counts = batch.get("shift_labels"), batch.get("label_counts")
     if (labels is None) != (counts is None):
         raise ValueError(

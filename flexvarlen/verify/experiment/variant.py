@@ -97,22 +97,32 @@ class Variant:
 
     def inputs(self, row: Row) -> dict[str, Any]:
         """Keyword arguments of a forward on `[1, T]`, all but those of single tokens."""
-        return inputs_of(self.form, self.layout(row), row.samples.lengths)
+        marks = inputs_of(self.form, self.layout(row), row.samples.lengths)
+        return row.images.packed(marks)
 
     def forward(self, row: Row, **of_tokens: Tensor) -> ModelInputs:
         """The packed row as a forward: the caller's batch as it stands, or `inputs`.
 
         Args:
             of_tokens: the other arguments, `[1, T, …]`, labels among them; or 0-d.
+
+        Raises:
+            Unsupported: a caller's batch with images and without their positions, which
+                transformers makes of input_ids.
         """
         given = self.given(row)
         if given is None:
             return ModelInputs({**of_tokens, **self.inputs(row)})
+        if row.images.positions is not None and given.inputs.get("position_ids") is None:
+            raise Unsupported(
+                f"{self.name} needs the position_ids of such images in a comparison, which passes "
+                "inputs_embeds; make the batch with PackedCollator(model=model)."
+            )
         placed = {
             name: given.place(x, IGNORE_INDEX if name == "labels" else 0) if x.ndim else x
             for name, x in of_tokens.items()
         }
-        return ModelInputs({**placed, **given.inputs}, given.real)
+        return ModelInputs({**placed, **given.inputs, **row.images.columns}, given.real)
 
     def compiled(
         self,

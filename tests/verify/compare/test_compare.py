@@ -125,11 +125,6 @@ def test_text_of_a_model_with_a_vision_tower(kind):
     assert report.record(CACHED).measures["leaked_documents"] > 0
 
 
-def test_images_are_refused(llama):
-    with pytest.raises(ValueError, match="text alone in a comparison, got pixel_values; remove"):
-        run_compare(llama, {"input_ids": torch.ones(1, 4).long(), "pixel_values": torch.ones(1)})
-
-
 @pytest.mark.gpu
 def test_hybrid_is_right_on_a_gpu():
     """Its reference and its baseline run no kernel of fla, which has no fp64."""

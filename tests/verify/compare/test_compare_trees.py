@@ -26,7 +26,7 @@ def measured(backend="sdpa", **options):
 def test_reference_is_the_samples_one_by_one():
     """Twins count twice; the gradients of a shared prefix are summed over its samples."""
     model = copy.deepcopy(shared_model("llama"))
-    row = row_from(trees())
+    row = row_from(trees(), model)
     found = reference_of(model, row, train=True, seed=0)
     model.set_attn_implementation("eager")
     exact = texts_alone(model.double(), [(torch.tensor(text), 0) for text in SAMPLES])
