@@ -7,5 +7,5 @@
 | `part.py` | `TreePart`: what the layout of a part answers as its `shard` |
 | `run.py` | `run_parts`: the parts in their order, and the passes that keep keys |
 
-Imports: torch and `flexvarlen.layout`. Never transformers.
+Imports: torch, `flexvarlen.layout` and `flexvarlen.parallel`. Never transformers.
 """

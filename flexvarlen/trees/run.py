@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.parallel.sharded_parameters import is_sharded
 from flexvarlen.trees.part import layout_of
 from flexvarlen.trees.plan import PlannedPart, plan_parts
 from flexvarlen.trees.step import TreeStep
@@ -49,11 +50,13 @@ def run_parts(
     Raises:
         ValueError: `max_tokens` is below 1, the model is not patched, or a module has dropout in
             training, which would differ between the two passes of a segment.
+        NotImplementedError: training of a model that ranks share.
         RuntimeError: a part's backward did not run, or ran twice.
     """
     most = require_int_at_least("max_tokens", max_tokens, 1)
     learns = torch.is_grad_enabled()
-    _check_dropout(model, learns=learns)
+    if learns:
+        _check_model(model)
     device, segments = layout.device, layout.segments
     lengths: Sequence[int] = layout.lengths or () if segments is None else segments.lengths
     parents = [-1] * len(lengths) if segments is None else segments.parents
@@ -99,9 +102,13 @@ def _run_first(model: Callable[..., Any], batch: PartBatch) -> None:
         model(**inputs, use_cache=False, logits_to_keep=1)
 
 
-def _check_dropout(model: nn.Module, *, learns: bool) -> None:
-    if not learns:
-        return
+def _check_model(model: nn.Module) -> None:
+    if is_sharded(model) or any(hasattr(x, "require_backward_grad_sync") for x in model.modules()):
+        raise NotImplementedError(
+            "a tree cannot train in parts under DDP, FSDP or ZeRO-3, whose ranks would have other "
+            "numbers of parts, and wait for each other; pass the module inside DDP, and sum its "
+            "gradients over the ranks after the last part."
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
             raise ValueError(

@@ -185,6 +185,9 @@ def test_what_does_not_run_in_parts_raises():
     experts.config.output_router_logits = True
     with pytest.raises(NotImplementedError, match="in parts with output_router_logits"):
         next(shared.parts(experts, 25))
+    compiled = torch.compile(new("llama", "sdpa"), backend="eager")
+    with pytest.raises(NotImplementedError, match=r"in parts with torch\.compile"):
+        next(shared.parts(compiled, 25))
     model = new("llama", "sdpa")
     model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Dropout(0.1))
     with pytest.raises(ValueError, match="dropout must be 0 where a tree runs in parts, as some"):
