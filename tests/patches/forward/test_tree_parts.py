@@ -11,8 +11,9 @@ from torch.nn import Dropout
 import flexvarlen as fv
 from flexvarlen.reference.model import Float64, float64_model
 from tests.contract_oracle import gradients_of
+from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.patches.forward.test_trees import samples
-from tests.tiny_models import lora, new_model, shared_model, texts_alone
+from tests.tiny_models import VOCABULARY, lora, new_model, shared_model, texts_alone
 
 FAMILIES = (
     "llama",
@@ -118,6 +119,35 @@ def test_under_autocast():
         norm = exact[name].norm()
         allowed = 3 * (whole[name] - exact[name]).norm() + 1e-3 * norm
         assert (gradient - exact[name]).norm() <= allowed, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3_windows"])
+@pytest.mark.parametrize("backend", ["flex", "flex_fa4", "varlen", "fa2", "fa3", "fa4", "sdpa"])
+def test_kernels_in_bf16(backend, family):
+    """Prompts of several blocks, so that parts begin in the middle of one."""
+    model = new_model(family, head_dim=64).to("cuda", torch.bfloat16).train()
+    try:
+        fv.patch_model(model, backend)
+    except NotImplementedError as why:
+        pytest.skip(str(why))
+    generator = torch.Generator().manual_seed(3)
+    draws = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in (300, 90, 7, 200, 40)]
+    prompt, *ends = draws
+    texts = [torch.cat([prompt, *ends[:i], x]).tolist() for i, x in enumerate(ends) for _ in (0, 1)]
+    texts += [[*text[:-1], text[-2]] for text in texts[2:4]]
+    plain = new_model(family, head_dim=64).to("cuda", torch.bfloat16)
+    baseline = texts_alone(plain, [(torch.tensor(text), 0) for text in texts])
+    with Float64():
+        exact = texts_alone(float64_model(plain), [(torch.tensor(text), 0) for text in texts])
+    shared = fv.share_prefixes(texts, device="cuda")
+    for max_tokens in (256, 100):
+        try:
+            found = in_parts(model, shared, max_tokens)
+        except NotImplementedError as why:
+            pytest.skip(str(why))
+        assert_as_accurate(found[0], exact.loss.detach(), baseline.loss.detach(), 2, "loss")
+        assert_gradients_as_accurate(found[1], exact.gradients, baseline.gradients)
 
 
 def test_logits_without_gradients():
