@@ -1,4 +1,4 @@
-"""`patch_trainer`: losses and weights of TRL's trainers, and of Trainer, are the padded run's."""
+"""`patch_trainer`: losses and gradients of TRL's trainers, and of Trainer, are the padded run's."""
 
 from __future__ import annotations
 
