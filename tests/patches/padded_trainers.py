@@ -4,6 +4,7 @@ without: both must log the same values and have the same gradients in each step.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -113,11 +114,16 @@ def saved_policy(kind="qwen3"):
     return folder
 
 
+@cache
+def _original(seed, kind):
+    model = policy(seed, kind)
+    model.config._name_or_path = model.name_or_path = saved_policy(kind)
+    return model
+
+
 def saved(seed=0, kind="qwen3"):
     """A policy that knows its folder, from which some trainers load a second one."""
-    model = AutoModelForCausalLM.from_pretrained(saved_policy(kind), attn_implementation="eager")
-    model.load_state_dict(policy(seed, kind).state_dict())
-    return model
+    return copy.deepcopy(_original(seed, kind))
 
 
 def classifier(kind="qwen3", labels=1):

@@ -6,6 +6,7 @@ Gemma 3's.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -155,15 +156,15 @@ def of_length(completions, **_):
 
 @cache
 def saved(kind):
-    """A folder, from which some trainers load a second model."""
+    """A model that knows its folder, from which some trainers load a second one."""
     folder = tempfile.mkdtemp()
     new_model(kind).save_pretrained(folder)
-    return folder
+    return AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
 
 
 def model(kind, scale=1.0):
     """Another scale of the embeddings, and margins of two models are not 0."""
-    found = AutoModelForImageTextToText.from_pretrained(saved(kind), attn_implementation="eager")
+    found = copy.deepcopy(saved(kind))
     found.get_input_embeddings().weight.data *= scale
     return found
 
