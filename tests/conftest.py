@@ -1,7 +1,8 @@
 """What every test runs under: no hub, a fair share of the cores, repeatable examples."""
 
+import functools
 import gc
-import importlib
+import importlib.metadata
 import logging
 import os
 import shutil
@@ -26,6 +27,9 @@ os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 
 # Nothing that a test compiles is kept for the next run.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+
+# accelerate reads PEFT's metadata, a file to parse, whenever it asks whether a model is PEFT's.
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
 # Inductor would compile a small program for each instruction set that /proc/cpuinfo names.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
