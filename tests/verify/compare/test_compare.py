@@ -117,6 +117,7 @@ def test_hybrid_is_right_and_transformers_leaks(kind):
     assert found.verdict("transformers:sdpa") == ("unsupported" if kind == "mamba2" else "leaks")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
 def test_text_of_a_model_with_a_vision_tower(kind):
     report = run_compare(new_model(kind), new_batch(vocabulary=80), f"sdpa,{CACHED}", packings=0)
