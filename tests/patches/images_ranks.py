@@ -197,7 +197,7 @@ def trained_by_trl(patched: bool) -> dict[str, Tensor]:
             model=new_model(QWEN),
             args=trl.SFTConfig(**settings(folder, **(PLAIN | WHOLE | sizes))),
             train_dataset=datasets.Dataset.from_dict(chats()),
-            processing_class=processor(),
+            processing_class=processor(QWEN),
         )
         if patched:
             fv.patch_trainer(trainer, "sdpa")

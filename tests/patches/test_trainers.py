@@ -1,4 +1,4 @@
-"""`patch_trainer`: losses and weights of TRL's trainers, and of Trainer, are the padded run's."""
+"""`patch_trainer`: losses and gradients of TRL's trainers, and of Trainer, are the padded run's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ALL = CASES | BASES
 
 
 # Held by default by test_shared_prompts; a compiled Trainer by test_rows_of_fixed_shapes.
-BREADTH = ("classification_compiled", "cpo", "gmpo", "gold", "iw_opd", "sdft", "tpo")
+BREADTH = ("classification_compiled", "cpo", "gmpo", "gold", "iw_opd", "online_dpo", "sdft", "tpo")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ OF_TEXT = ("qwen3_windows", "phi3", "qwen3_5_text")
         ("reward", "modernbert"),
     ],
 )
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(5)
 def test_each_kind_of_model(name, kind, tmp_path):
     """No text reaches phi3's long frequencies, which a padded batch has for all rows or none."""
     check_run(ALL[name], tmp_path, kind=kind, learning_rate=0.01)
@@ -90,7 +90,8 @@ def test_shared_prompts(name, kind, tmp_path, monkeypatch):
     check_shared(ALL[name], tmp_path, monkeypatch, kind=kind, **SHARING[name])
 
 
-@pytest.mark.parametrize("name", ["dpo", "grpo", "classification", "distillation"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["dpo", "grpo", "distillation", "classification"])
 def test_in_bf16_as_trl_runs_by_default(name, tmp_path):
     """accelerate then wraps the forward of a model, ours inside; DistillationTrainer calls the base
     model, around which it wraps none.

@@ -1,10 +1,12 @@
-"""`patch_trainer` for models of text and images: losses and weights are the padded run's.
+"""`patch_trainer` for models of text and images: losses and gradients are the padded run's.
 
-TRL's collators call a processor: here Qwen2.5-VL's own, but for videos, which need torchvision.
+TRL's collators call a processor: here Qwen2.5-VL's own, but for videos, which need torchvision, and
+Gemma 3's.
 """
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,6 +18,7 @@ import torch
 from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    Gemma3Processor,
     Qwen2_5_VLProcessor,
 )
 
@@ -32,7 +35,6 @@ from tests.patches.padded_trainers import (
     check_run,
     check_shared,
     datasets,
-    of_length,
     trl,
 )
 from tests.tiny_models import config_of, new_model, tokenizer
@@ -43,16 +45,20 @@ image_processing = pytest.importorskip(
     reason="needs a transformers that processes images without torchvision",
 )
 
+gemma3_images = pytest.importorskip(
+    "transformers.models.gemma3.image_processing_pil_gemma3",
+    reason="needs a transformers that processes images without torchvision",
+)
+
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),
     pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document after"),
 ]
 
-IMAGE, VIDEO, BEGIN, END = "t90", "t91", "t92", "t93"
+IMAGE, VIDEO, BEGIN, END = WORDS = ("t90", "t91", "t92", "t93")
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] + ' ' }}{% else %}"
-    "{% for part in m['content'] %}{% if part['type'] == 'image' %}"
-    f"{BEGIN}{IMAGE}{END} "
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}AN_IMAGE "
     "{% else %}{{ part['text'] + ' ' }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 
@@ -64,16 +70,30 @@ class Processor(Qwen2_5_VLProcessor):
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
 
-def processor():
+def qwen(words):
     """An image is 4 to 16 tokens, of 8 × 8 pixels each."""
-    words = tokenizer("left")
-    words.add_special_tokens({"additional_special_tokens": [IMAGE, VIDEO, BEGIN, END]})
     words.image_token, words.video_token = IMAGE, VIDEO
     size = {"shortest_edge": 4 * 64, "longest_edge": 16 * 64}
     pixels = image_processing.Qwen2VLImageProcessorPil(
         patch_size=4, temporal_patch_size=2, merge_size=2, size=size
     )
-    return Processor(pixels, words, TEMPLATE)
+    return Processor(pixels, words, TEMPLATE.replace("AN_IMAGE", f"{BEGIN}{IMAGE}{END}"))
+
+
+def gemma(words):
+    """An image is 4 tokens of 4 × 4 pixels each, after an empty line and before another."""
+    words.image_token, words.boi_token, words.eoi_token = IMAGE, BEGIN, END
+    words.image_token_id, words.boi_token_id = words.convert_tokens_to_ids([IMAGE, BEGIN])
+    pixels = gemma3_images.Gemma3ImageProcessorPil(size={"height": 8, "width": 8})
+    template = TEMPLATE.replace("AN_IMAGE", BEGIN)
+    return Gemma3Processor(pixels, words, template, image_seq_length=4)
+
+
+def processor(kind):
+    """Of tiny images."""
+    words = tokenizer("left")
+    words.add_special_tokens({"additional_special_tokens": list(WORDS)})
+    return gemma(words) if kind == "gemma3" else qwen(words)
 
 
 @cache
@@ -90,7 +110,7 @@ def pictures():
 
 def message(role, text):
     """Without the words that stand for images."""
-    words = (word for word in text.split() if word not in (IMAGE, VIDEO, BEGIN, END))
+    words = (word for word in text.split() if word not in WORDS)
     return [{"role": role, "content": " ".join(words)}]
 
 
@@ -130,17 +150,21 @@ def prompts_with_images():
     return {"images": [x for x, _ in pairs], "prompt": [x for _, x in pairs]}
 
 
+def of_length(completions, **_):
+    return [float(len(message["content"]) % 7) for (message,) in completions]
+
+
 @cache
 def saved(kind):
-    """A folder, from which some trainers load a second model."""
+    """A model that knows its folder, from which some trainers load a second one."""
     folder = tempfile.mkdtemp()
     new_model(kind).save_pretrained(folder)
-    return folder
+    return AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
 
 
 def model(kind, scale=1.0):
     """Another scale of the embeddings, and margins of two models are not 0."""
-    found = AutoModelForImageTextToText.from_pretrained(saved(kind), attn_implementation="eager")
+    found = copy.deepcopy(saved(kind))
     found.get_input_embeddings().weight.data *= scale
     return found
 
@@ -162,7 +186,7 @@ class Case:
         given = {**PLAIN, "learning_rate": 0.01, **self.settings, **changes}
         arguments: dict[str, Any] = {}
         if self.second:
-            arguments[self.second] = model(kind, 0.5)
+            arguments[self.second] = model(kind, -0.5)
         if self.rewards:
             arguments["reward_funcs"] = [self.rewards]
         config = getattr(trl, f"{self.trainer}Config")
@@ -170,27 +194,41 @@ class Case:
             model=model(kind),
             args=config(**settings(folder, **given)),
             train_dataset=datasets.Dataset.from_dict(self.dataset()),
-            processing_class=processor(),
+            processing_class=processor(kind),
             **arguments,
         )
 
 
+WITHOUT_IMAGES = {"generation_kwargs": {"suppress_tokens": [int(word[1:]) for word in WORDS]}}
+OF_REWARDS = {**GROUPS, **WITHOUT_IMAGES, "beta": 0.1}
 CASES = {
     "sft": Case("SFT", chats, WHOLE),
     "sft_completions": Case("SFT", completions, WHOLE),
     "dpo": Case("DPO", preferences, WHOLE, "ref_model"),
     "kto": Case("KTO", unpaired, WHOLE, "ref_model"),
-    "grpo": Case("GRPO", prompts, {**GROUPS, "beta": 0.1}, rewards=of_length, generates=True),
-    "rloo": Case("RLOO", prompts, {**GROUPS, "beta": 0.1}, rewards=of_length, generates=True),
+    "grpo": Case("GRPO", prompts, OF_REWARDS, rewards=of_length, generates=True),
+    # Its gradients are not divided by the number of tokens: a larger step doubles the rounding.
+    "rloo": Case(
+        "RLOO",
+        prompts,
+        {**OF_REWARDS, "learning_rate": 1e-4},
+        rewards=of_length,
+        generates=True,
+    ),
     "distillation": Case(
-        "Distillation", prompts_with_images, SHORT, "teacher_model", generates=True
+        "Distillation",
+        prompts_with_images,
+        {**SHORT, **WITHOUT_IMAGES},
+        "teacher_model",
+        generates=True,
     ),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "qwen2_5_vl") for name in CASES), ("sft", "qwen3_vl"), ("dpo", "qwen3_5")],
+    [*((name, "qwen2_5_vl") for name in CASES), ("sft", "qwen3_vl")]
+    + [(name, kind) for name in ("sft", "dpo", "grpo") for kind in ("qwen3_5", "gemma3")],
 )
 def test_a_run_learns_what_the_padded_one_learns(name, kind, tmp_path):
     check_run(CASES[name], tmp_path, kind=kind)
