@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.layout.logprobs import token_logprobs
 from flexvarlen.packing.prefixes import SharedPrefixes
+from flexvarlen.patches.api import current_patch
 from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.lm_head import lm_head
 from flexvarlen.patches.parts import ModelParts
-from flexvarlen.trees.run import PartBatch
+from flexvarlen.trees.run import PartBatch, check_trains_in_parts
 
 
 def tree_logprobs(
@@ -31,10 +33,9 @@ def tree_logprobs(
 ) -> Tensor:
     """The log-probability of each token's label in a row of trees of any size.
 
-    For losses that are functions of log-probabilities, such as those of RL: the trees of a whole
-    step, over as many micro-batches as there are, run once. In parts, the forward runs without
-    gradients; when the loss built from the result runs backward, each part runs again with the
-    gradients of its own tokens, which go straight to the parameters.
+    For any loss that is a function of log-probabilities, such as those of RL. In parts, the forward
+    runs without gradients; when the loss built from the result runs backward, each part runs again
+    with the gradients of its own tokens, and adds to the parameters' gradients.
 
     Args:
         model: patched, with a language-model head; in training without dropout.
@@ -45,19 +46,33 @@ def tree_logprobs(
 
     Returns:
         `[1, T]` in fp32 or wider, 0 where there is no label; `shared.unfold` splits it by sample.
-        Differentiable: by `backward()` of a loss, not `torch.autograd.grad`. Under DDP or FSDP
-        gradients are not summed over the ranks, as the model's base is called.
+        In parts, differentiable once, by `backward()` of a loss, not by `torch.autograd.grad`.
 
     Raises:
-        ValueError: the model has no language-model head, a temperature that is not positive; or as
-            `SharedPrefixes.parts`.
+        ValueError: the model is not patched or has no language-model head, `shared` is of another
+            type or has images, the temperature is not positive and finite, or `chunk_tokens` is
+            below 1; and as `SharedPrefixes.parts`.
+        NotImplementedError: as `SharedPrefixes.parts`, under DDP's forward too.
+        RuntimeError: a second backward, in parts.
 
     >>> logprobs = fv.tree_logprobs(model, shared, max_tokens=16_384)  # doctest: +SKIP
     >>> loss_of(shared.unfold(logprobs)).backward()  # doctest: +SKIP
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}; pass that of sampling.")
+    if not isinstance(temperature, Real) or not 0 < temperature < float("inf"):
+        raise ValueError(
+            f"temperature must be a positive number, got {temperature!r}; pass that of sampling."
+        )
+    if not isinstance(shared, SharedPrefixes) or shared.images:
+        got = "samples with images" if isinstance(shared, SharedPrefixes) else type(shared).__name__
+        raise ValueError(
+            f"shared must be what fv.share_prefixes returns for text, got {got}; for images, call "
+            "the model on shared.batch()."
+        )
     inner, head = transformers_model(model), lm_head(model)
+    if current_patch(inner) is None:
+        raise ValueError(
+            f"model must be patched, got {type(inner).__name__}; call fv.patch_model(model) first."
+        )
     base: Any = ModelParts.of(inner).base(inner)
 
     def of_part(part: PartBatch) -> Tensor:
@@ -78,18 +93,19 @@ def tree_logprobs(
         """The result `[T]`, or with its gradient, a backward of every part."""
         found = None
         for part in shared.parts(model, max_tokens):
-            there = part.tokens.to(shared.input_ids.device)
+            on_device = part.tokens.to(shared.input_ids.device)
             own = of_part(part)
             if grad_T is not None:
-                own.backward(grad_T[there])  # type: ignore[no-untyped-call]
-            elif found is None:
-                found = own.new_zeros(tokens).index_copy(0, there, own)
+                own.backward(grad_T[on_device])  # type: ignore[no-untyped-call]
             else:
-                found.index_copy_(0, there, own)
+                found = own.new_zeros(tokens) if found is None else found
+                found.index_copy_(0, on_device, own)
         return shared.input_ids.new_zeros(0) if found is None else found
 
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())
-    anchor = torch.zeros((), device=shared.input_ids.device, requires_grad=learns)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())
+    if needs_grad:
+        check_trains_in_parts(model)
+    anchor = torch.zeros((), device=shared.input_ids.device, requires_grad=needs_grad)
     result: Tensor = _InParts.apply(anchor, run, _autocast_of(shared.input_ids.device.type))  # type: ignore[no-untyped-call]
     return result[None]
 
@@ -115,6 +131,12 @@ class _InParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        if ctx.run is None:
+            raise RuntimeError(
+                "tree_logprobs in parts runs backward once, got a second backward; sum the losses "
+                "before backward()."
+            )
+        run, ctx.run = ctx.run, None
         with torch.enable_grad(), ctx.autocast():
-            ctx.run(grad)
+            run(grad)
         return grad.new_zeros(()), None, None

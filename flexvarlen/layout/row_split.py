@@ -43,7 +43,7 @@ class RowKeys(Protocol[Layout]):
 
         Args:
             attend: takes q, k and v of `layouts`.
-            layer: which of the model, where keys of others of its forwards are kept.
+            layer: index of the layer; required in a part of a tree.
             q, k, v: of the rank's own tokens.
 
         No sync; traces under `fullgraph=True`.

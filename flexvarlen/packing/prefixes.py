@@ -68,22 +68,26 @@ class SharedPrefixes:
     def parts(self, model: nn.Module, max_tokens: int) -> Iterator[PartBatch]:
         """Run the trees in parts of a bounded number of tokens, with the gradients of the whole.
 
-        A part that others hang from runs first without gradients, and its keys and values are kept;
-        then those below it; then it is yielded itself, and their gradients enter its backward. So
-        memory is that of one part and of the keys on one path, for trees of any size.
+        The segments that other parts continue run first, without gradients, and their keys and
+        values (of recurrent layers, states) are stored; then those parts run; then their own part,
+        whose backward adds the gradients of what was stored. Activations are those of one part;
+        what is stored is that of one path and its open branches.
 
         Args:
             model: patched; in training without dropout.
             max_tokens: tokens of a part at most.
 
         Returns:
-            An iterator of keyword arguments for the model, whose losses add up to that of
-            `batch()`. Run the backward of each before the next. Under `torch.no_grad()` each part
-            runs once.
+            An iterator of keyword arguments for the model, each with `tokens`, int64 `[T]` on the
+            CPU: its indices in the row. The losses add up to that of `batch()`. Run the backward of
+            each before the next; under `torch.no_grad()` each part runs once.
 
         Raises:
-            ValueError: `max_tokens` is below 1, the model has dropout, or samples have images.
-            NotImplementedError: layers that do not run in parts (when the first part runs).
+            ValueError: `max_tokens` is below 1, the model has dropout in training, or samples have
+                images; when the first part has run, that the model is not patched.
+            NotImplementedError: training under DDP, FSDP or ZeRO-3; when the first part runs,
+                `output_router_logits`, `torch.compile`, layers without a layer_idx, a convolution
+                wider than 4 tokens.
             RuntimeError: the backward of a part did not run, or ran twice.
 
         >>> for part in shared.parts(model, max_tokens=16_384):  # doctest: +SKIP
@@ -96,8 +100,8 @@ class SharedPrefixes:
             )
         columns = {name: x for name, x in self.batch().items() if name != "packed_layout"}
         counted = self.label_counts * (self.shift_labels != IGNORE_INDEX)
-        numbers = {"num_items_in_batch": counted.sum()}
-        return run_parts(model, self.layout, columns, numbers, max_tokens)
+        arguments = {"num_items_in_batch": counted.sum()}
+        return run_parts(model, self.layout, columns, arguments, max_tokens)
 
     def unfold(self, x: Tensor) -> tuple[Tensor, ...]:
         """Split x into one tensor per sample; the gradients of a shared token add up.

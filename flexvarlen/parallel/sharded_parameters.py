@@ -1,4 +1,4 @@
-"""Whether a model's parameters are sharded over ranks.
+"""Whether the ranks of a group share a model.
 
 Imports: torch. Never transformers.
 """
@@ -20,3 +20,13 @@ def is_sharded(model: nn.Module) -> bool:
         isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
         for parameter in model.parameters()
     )
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Whether DDP wraps the model, or runs its forward now."""
+    if not dist.is_available():
+        return False
+    from torch.nn.parallel import DistributedDataParallel
+
+    runs = getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+    return runs or any(isinstance(x, DistributedDataParallel) for x in model.modules())

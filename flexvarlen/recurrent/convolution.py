@@ -61,7 +61,7 @@ def _in_part(
     carry = documents.carry
     assert carry is not None
     name = carry.name("convolution")
-    before = carry.part.above(carry.layer, name, [x_TC])
+    before = carry.part.load_state(carry.layer, name, [x_TC])
     x_TC = torch.cat([x_TC.new_zeros(REACH, x_TC.shape[1]) if before is None else before, x_TC])
     out = _path_sums(x_TC, weight, bias, previous)[REACH:]
     out = (F.silu(out) if silu else out).to(x_TC.dtype)
@@ -72,7 +72,7 @@ def _in_part(
             tail.insert(0, torch.where(tail[0] < 0, -1, previous[tail[0].clamp(min=0)]))
         index = torch.stack(tail)
         states.append(x_TC[index.clamp(min=0)].masked_fill(index[:, None] < 0, 0))
-    return carry.part.below(carry.layer, name, out, states)
+    return carry.part.store_states(carry.layer, name, out, states)
 
 
 def _convolution(

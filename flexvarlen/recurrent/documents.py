@@ -52,22 +52,22 @@ class PartOfTree(Protocol):
     """What recurrent layers ask of a part of a tree: `flexvarlen.trees.part.TreePart`."""
 
     path: Sequence[int]
-    kept: Sequence[Any]
+    continued: Sequence[Any]
 
-    def above(self, layer: int, name: str, sources: Sequence[Tensor]) -> Tensor | None:
+    def load_state(self, layer: int, name: str, sources: Sequence[Tensor]) -> Tensor | None:
         """The state at the end of the path above the part; None at the root."""
 
-    def below(self, layer: int, name: str, out: Tensor, states: Sequence[Tensor]) -> Tensor:
-        """The output of a layer; the states of the `kept` segments go to other parts."""
+    def store_states(self, layer: int, name: str, out: Tensor, states: Sequence[Tensor]) -> Tensor:
+        """The output of a layer; the states of the `continued` segments go to other parts."""
 
 
 class Carry(NamedTuple):
-    """The states that one call of a layer takes from above a part, and leaves for those below.
+    """What one call of a layer on a part of a tree needs to load and store states.
 
     Attributes:
-        part: of a tree.
+        part: of the tree.
         layer: index of the layer.
-        slots: of the segments that other parts have above them.
+        slots: of the segments that other parts continue.
         calls: of the layer's functions so far, by name.
     """
 
@@ -189,7 +189,7 @@ class RecurrentDocuments:
                 "a recurrent layer must have a layer_idx to run on a part of a tree, got "
                 f"{type(layer).__name__} without; run the whole tree: shared.batch()."
             )
-        numbers = [kept.number for kept in self.part.kept]
+        numbers = [each.index_in_part for each in self.part.continued]
         segments = self.layout.segments
         if segments is not None:
             order = segments.by_level.table[3].tolist()

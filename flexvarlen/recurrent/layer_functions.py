@@ -247,7 +247,7 @@ def _loop_over_documents(
     carry, above = documents.carry, None
     if carry is not None:
         name = carry.name("scan")
-        above = carry.part.above(carry.layer, name, [*rows, *of_state.weights])
+        above = carry.part.load_state(carry.layer, name, [*rows, *of_state.weights])
         with_children |= set(carry.slots)
     states: dict[int, Tensor | None] = {}
     outs: dict[int, Tensor] = {}
@@ -275,7 +275,7 @@ def _loop_over_documents(
     if carry is None:
         return found
     left = [states[slot] for slot in carry.slots]
-    return carry.part.below(carry.layer, name, found, [x for x in left if x is not None])
+    return carry.part.store_states(carry.layer, name, found, [x for x in left if x is not None])
 
 
 @cache

@@ -2,10 +2,10 @@
 
 | file | holds |
 |---|---|
-| `plan.py` | which segments make a part, and which part hangs from which; on the host |
-| `step.py` | `TreeStep`: keys, values and gradients that parts share, for one pass over a tree |
-| `part.py` | `TreePart`: what the layout of a part answers as its `shard` |
-| `run.py` | `run_parts`: the parts in their order, and the passes that keep keys |
+| `plan.py` | which segments make a part, and which parts continue which; on the host |
+| `states.py` | `PartStates`: keys, values, states and gradients that parts pass to one another |
+| `part.py` | `TreePart`: the `shard` of a part's layout |
+| `run.py` | `run_parts`: the parts in their order, and the passes without gradients |
 
 Imports: torch, `flexvarlen.layout` and `flexvarlen.parallel`. Never transformers.
 """

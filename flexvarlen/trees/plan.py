@@ -1,4 +1,4 @@
-"""Which segments of a tree make a part, and which part hangs from which; on the host."""
+"""Which segments of a tree make a part, and which parts continue which; on the host."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ class PlannedPart:
     """Segments that run together, below one path.
 
     Attributes:
-        segments: in the order of their tokens.
+        segments: indices into `TreePlan.lengths`, in the order of their tokens.
         path: the segments above them, from the root.
-        kept: those of `segments` that other parts have above them.
-        below: the parts that hang from these.
+        continued: those of `segments` that other parts continue, and what is above these.
+        below: the parts that continue them.
     """
 
     segments: tuple[int, ...]
     path: tuple[int, ...]
-    kept: tuple[int, ...] = ()
+    continued: tuple[int, ...] = ()
     below: list[PlannedPart] = field(default_factory=list)
 
 
@@ -28,7 +28,7 @@ class TreePlan:
     """The parts of a row of trees.
 
     Attributes:
-        lengths: tokens of each segment; a long one is cut into a chain.
+        lengths: tokens of each segment; those longer than a part are cut into chains.
         parents: the segment above each, -1 at a root.
         roots: the parts without a path.
     """
@@ -41,9 +41,9 @@ class TreePlan:
 def plan_parts(lengths: Sequence[int], parents: Sequence[int], max_tokens: int) -> TreePlan:
     """Cut trees into few parts of at most `max_tokens` tokens.
 
-    From the leaves up, a segment and what is left below it make one piece while they fit. If they
-    do not, the largest pieces below it that still fit stay, and the others become parts, several
-    small ones together. Only segments with a part below them run twice.
+    Greedy, from the leaves up, first fit, largest first: a segment joins the subtrees below it that
+    fit. The others become parts; several small ones share a part. A segment longer than
+    `max_tokens` is cut into a chain. Only segments with a part below them run twice.
 
     Args:
         lengths: tokens of each segment, in the order of the row: depth first.
@@ -51,7 +51,7 @@ def plan_parts(lengths: Sequence[int], parents: Sequence[int], max_tokens: int) 
         max_tokens: of a part, at least 1.
 
     >>> plan = plan_parts([4, 3, 3, 2], [-1, 0, 0, 0], max_tokens=7)
-    >>> [(part.segments, part.kept) for part in plan.roots]
+    >>> [(part.segments, part.continued) for part in plan.roots]
     [((0, 1), (0,))]
     >>> [(part.segments, part.path) for part in plan.roots[0].below]
     [((2, 3), (0,))]
@@ -60,7 +60,7 @@ def plan_parts(lengths: Sequence[int], parents: Sequence[int], max_tokens: int) 
     children: dict[int, list[int]] = {}
     for segment, parent in enumerate(parents):
         children.setdefault(parent, []).append(segment)
-    open_tokens, open_segments = list(lengths), [[segment] for segment in range(len(lengths))]
+    piece_tokens, piece_segments = list(lengths), [[segment] for segment in range(len(lengths))]
     cut: list[tuple[int, list[int]]] = []  # the parent, and the segments
 
     def fill(first: int, parent: int) -> list[list[int]]:
@@ -69,23 +69,23 @@ def plan_parts(lengths: Sequence[int], parents: Sequence[int], max_tokens: int) 
         `first` tokens of the first bin are taken.
         """
         bins, sizes = [list[int]()], [first]
-        for child in sorted(children.get(parent, ()), key=lambda x: -open_tokens[x]):
-            fits = (i for i, size in enumerate(sizes) if size + open_tokens[child] <= max_tokens)
+        for child in sorted(children.get(parent, ()), key=lambda x: -piece_tokens[x]):
+            fits = (i for i, size in enumerate(sizes) if size + piece_tokens[child] <= max_tokens)
             found = next(fits, len(bins))
             if found == len(bins):
                 bins.append([])
                 sizes.append(0)
-            bins[found] += open_segments[child]
-            sizes[found] += open_tokens[child]
+            bins[found] += piece_segments[child]
+            sizes[found] += piece_tokens[child]
         return bins
 
     for segment in reversed(range(len(lengths))):
         stays, *others = fill(lengths[segment], segment)
-        open_segments[segment] += stays
-        open_tokens[segment] = sum(lengths[x] for x in open_segments[segment])
+        piece_segments[segment] += stays
+        piece_tokens[segment] = sum(lengths[x] for x in piece_segments[segment])
         cut += [(segment, sorted(own)) for own in others]
     cut += [(-1, sorted(own)) for own in fill(0, -1) if own]
-    return TreePlan(tuple(lengths), tuple(parents), _linked(parents, cut))
+    return TreePlan(tuple(lengths), tuple(parents), _link_parts(parents, cut))
 
 
 def _cut_long(
@@ -105,23 +105,23 @@ def _cut_long(
     return sizes, above
 
 
-def _linked(
+def _link_parts(
     parents: Sequence[int], cut: Sequence[tuple[int, list[int]]]
 ) -> tuple[PlannedPart, ...]:
     """The parts with what is above and below each; the roots."""
     of_segment = {segment: number for number, (_, own) in enumerate(cut) for segment in own}
-    kept: list[set[int]] = [set() for _ in cut]
+    continued: list[set[int]] = [set() for _ in cut]
     paths: list[tuple[int, ...]] = []
     for parent, _ in cut:
         path = []
         while parent >= 0:
             path.append(parent)
-            kept[of_segment[parent]].add(parent)
+            continued[of_segment[parent]].add(parent)
             parent = parents[parent]
         paths.append(tuple(reversed(path)))
     parts = [
         PlannedPart(tuple(own), path, tuple(sorted(held)))
-        for (_, own), path, held in zip(cut, paths, kept, strict=True)
+        for (_, own), path, held in zip(cut, paths, continued, strict=True)
     ]
     for (parent, own), part in sorted(zip(cut, parts, strict=True), key=lambda x: x[0][1]):
         if parent >= 0 and own:

@@ -1,4 +1,4 @@
-"""Rows of trees, whose tokens stand for several samples: what they do not go with."""
+"""Rows of trees, whose tokens stand for several samples: what cannot be combined with them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_each_token_is_in_one_part_below_one_path(tree, max_tokens):
             above = [x for x in paths(plan, segment) if x not in part.segments]
             assert tuple(above) == part.path
         held = {x for below in parts for x in below.path}
-        assert set(part.kept) == held & set(part.segments)
+        assert set(part.continued) == held & set(part.segments)
 
 
 def paths(plan, segment):

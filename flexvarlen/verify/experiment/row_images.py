@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.images import (
     GRIDS,
     IMAGES,
@@ -93,9 +94,9 @@ class RowImages:
         if rope is None:
             return images
         on_host = {name: x if name in PIXELS else x.cpu() for name, x in columns.items()}
-        tokens = [torch.arange(each.start, each.stop) for each in documents]
-        found, _ = rope_positions(rope, ids[real].cpu(), types[real].cpu(), tokens, on_host)
-        return replace(images, positions=found[:, None].to(ids.device))
+        row = PackedLayout.from_lengths([each.stop - each.start for each in documents])
+        found, _ = rope_positions(rope, row, ids[real].cpu(), types[real].cpu(), on_host)
+        return replace(images, positions=found[1:, None].to(ids.device))
 
     def to(self, device: torch.device | str) -> RowImages:
         """The same on `device`."""

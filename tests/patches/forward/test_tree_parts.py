@@ -168,13 +168,13 @@ def test_keys_of_one_path_are_kept():
     shared = fv.share_prefixes(samples_of_turns)
     most, steps = 0, set()
     for part in shared.parts(model, 12):
-        step = part["packed_layout"].shard.step
-        most = max(most, len({segment for _, segment in step._kept}))
+        step = part["packed_layout"].shard.states
+        most = max(most, len({segment for _, segment in step._stored}))
         steps.add(step)
         model(**part).loss.backward()
     (step,) = steps
     assert most <= 3
-    assert not step._kept
+    assert not step._stored
     assert not step._gradients
 
 
@@ -208,7 +208,7 @@ def test_a_loop_that_ends_early_leaves_nothing():
 def test_what_does_not_run_in_parts_raises():
     shared = fv.share_prefixes(samples())
     with pytest.raises(ValueError, match="max_tokens must be an integer of at least 1"):
-        next(shared.parts(new("llama", "sdpa"), 0))
+        shared.parts(new("llama", "sdpa"), 0)
     with pytest.raises(ValueError, match="model must be patched to run a tree in parts"):
         next(shared.parts(new("llama"), 25))
     experts = new("qwen3_moe", "sdpa")
@@ -275,5 +275,28 @@ def test_logprobs_without_gradients():
         found = fv.tree_logprobs(model, shared, max_tokens=25)
     assert not found.requires_grad
     torch.testing.assert_close(found, whole, atol=1e-10, rtol=1e-10)
-    with pytest.raises(ValueError, match="temperature must be above 0"):
-        fv.tree_logprobs(model, shared, temperature=0)
+
+
+def test_what_has_no_logprobs_in_parts_raises():
+    shared, model = fv.share_prefixes(samples()), new("llama", "sdpa")
+    for temperature in (0, float("inf"), "1"):
+        with pytest.raises(ValueError, match="temperature must be a positive number"):
+            fv.tree_logprobs(model, shared, temperature=temperature)
+    with pytest.raises(ValueError, match=r"shared must be what fv\.share_prefixes returns"):
+        fv.tree_logprobs(model, samples())
+    for max_tokens in (None, 25):
+        with pytest.raises(ValueError, match="model must be patched, got LlamaForCausalLM"):
+            fv.tree_logprobs(new("llama"), shared, max_tokens=max_tokens)
+    loss = fv.tree_logprobs(model, shared, max_tokens=25).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="runs backward once"):
+        loss.backward()
+
+
+def test_an_unpatched_model_raises_without_gradients():
+    model, shared = new("llama"), fv.share_prefixes(samples())
+    with torch.no_grad():
+        parts = shared.parts(model, 25)
+        model(input_ids=next(parts)["input_ids"])
+        with pytest.raises(ValueError, match="model must be patched to run a tree in parts"):
+            next(parts)
