@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.mutations.mutation import Mutation, listed
 
 ROOT = Path(__file__).parents[2]
-TABLES = ("packages.txt", "models.txt", "images.txt", "recurrent_layers.txt")
+TABLES = ("packages.txt", "models.txt", "images.txt", "recurrent_layers.txt", "trees.txt")
 MUTATIONS = [x for name in TABLES for x in listed(Path(__file__).with_name(name))]
 
 
