@@ -20,7 +20,7 @@ from flexvarlen.patches.api import current_patch
 from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.lm_head import lm_head
 from flexvarlen.patches.parts import ModelParts
-from flexvarlen.trees.run import PartBatch, check_trains_in_parts
+from flexvarlen.trees.run import PartBatch, check_trains_in_parts, no_random_numbers
 
 
 def tree_logprobs(
@@ -34,11 +34,12 @@ def tree_logprobs(
     """The log-probability of each token's label in a row of trees of any size.
 
     For any loss that is a function of log-probabilities, such as those of RL. In parts, the forward
-    runs without gradients; when the loss built from the result runs backward, each part runs again
-    with the gradients of its own tokens, and adds to the parameters' gradients.
+    runs without gradients; when the loss built from the result runs backward, each part runs again,
+    in the model as it is then, with the gradients of its own tokens, and adds to those of the
+    parameters.
 
     Args:
-        model: patched, with a language-model head; in training without dropout.
+        model: patched, with a language-model head; in training, in parts, without dropout.
         shared: of `fv.share_prefixes`, on the model's device.
         max_tokens: tokens of a part at most, as in `SharedPrefixes.parts`; None: one part.
         temperature: by which the logits are divided.
@@ -87,12 +88,12 @@ def tree_logprobs(
 
     tokens = shared.layout.total_tokens
     if max_tokens is None or require_int_at_least("max_tokens", max_tokens, 1) >= tokens:
-        return of_part(PartBatch(torch.arange(tokens), shared.batch()))[None]
+        return of_part(PartBatch(shared.batch()))[None]
 
     def run(grad_T: Tensor | None) -> Tensor:
         """The result `[T]`, or with its gradient, a backward of every part."""
         found = None
-        for part in shared.parts(model, max_tokens):
+        for part in shared.parts(base, max_tokens):
             on_device = part.tokens.to(shared.input_ids.device)
             own = of_part(part)
             if grad_T is not None:
@@ -103,9 +104,11 @@ def tree_logprobs(
         return shared.input_ids.new_zeros(0) if found is None else found
 
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())
-    if needs_grad:
-        check_trains_in_parts(model)
-    anchor = torch.zeros((), device=shared.input_ids.device, requires_grad=needs_grad)
+    if not needs_grad:
+        with torch.no_grad():
+            return run(None)[None]
+    check_trains_in_parts(model)
+    anchor = torch.zeros((), device=shared.input_ids.device, requires_grad=True)
     result: Tensor = _InParts.apply(anchor, run, _autocast_of(shared.input_ids.device.type))  # type: ignore[no-untyped-call]
     return result[None]
 
@@ -127,7 +130,8 @@ class _InParts(torch.autograd.Function):
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> Tensor:
         ctx.run, ctx.autocast = run, autocast
-        return run(None)
+        with no_random_numbers(anchor.device):
+            return run(None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

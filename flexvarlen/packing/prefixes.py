@@ -74,7 +74,7 @@ class SharedPrefixes:
         what is stored is that of one path and its open branches.
 
         Args:
-            model: patched; in training without dropout.
+            model: patched; in training without dropout. Each part runs once, in this model.
             max_tokens: tokens of a part at most.
 
         Returns:
@@ -83,12 +83,12 @@ class SharedPrefixes:
             each before the next; under `torch.no_grad()` each part runs once.
 
         Raises:
-            ValueError: `max_tokens` is below 1, the model has dropout in training, or samples have
-                images; when the first part has run, that the model is not patched.
+            ValueError: `max_tokens` is below 1, or samples have images; when a part has run, that
+                the model is not patched, has dropout, or runs parts in several dtypes.
             NotImplementedError: training under DDP, FSDP or ZeRO-3; when the first part runs,
                 `output_router_logits`, `torch.compile`, layers without a layer_idx, a convolution
                 wider than 4 tokens.
-            RuntimeError: the backward of a part did not run, or ran twice.
+            RuntimeError: the forward or backward of a part did not run, or ran twice.
 
         >>> for part in shared.parts(model, max_tokens=16_384):  # doctest: +SKIP
         ...     model(**part).loss.backward()

@@ -52,6 +52,7 @@ class TreePart:
         tokens_above: P.
         continued: the segments that other parts continue.
         stores_states: whether this forward stores their keys and states.
+        needs_grad: whether its backward must run.
         layout_k: of the keys above as one segment, and of the part's own; None if P is 0.
     """
 
@@ -60,6 +61,7 @@ class TreePart:
     tokens_above: int
     continued: tuple[ContinuedSegment, ...]
     stores_states: bool
+    needs_grad: bool
     layout_k: PackedLayout | None
     rank: ClassVar[int] = 0
     ranks: ClassVar[int] = 1
@@ -121,18 +123,27 @@ class TreePart:
         if layer is None:
             raise NotImplementedError(WITHOUT_INDEX)
         key = layer, "keys"
-        self.states.was_read = True
+        self._enter(key, k, v)
         if self.stores_states:
             for each in self.continued:
                 self.states.store(key, each.segment, k[each.tokens], v[each.tokens])
-        elif k.requires_grad or v.requires_grad:
-            self.states.await_backward(key)
         k, v = _WithKeysAbove.apply(k, v, self, key)  # type: ignore[no-untyped-call]
         return attend(q, k, v, sinks)
 
+    def _enter(self, key: LayerState, *x: Tensor) -> None:
+        """Note the forward of a layer whose tensors may have gradients.
+
+        A reentrant checkpoint runs it without, before the backward that runs it again.
+        """
+        hidden = not torch.is_grad_enabled()
+        learns = self.needs_grad and (hidden or any(each.requires_grad for each in x))
+        self.states.enter(key, learns=learns)
+
     def join(self, key: LayerState, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[P + T, Hkv, D]`, those above first."""
-        above = [self.states.stored(key, segment) for segment in self.path]
+        if not self.path:
+            return k.view_as(k), v.view_as(v)
+        above = [self.states.stored(key, segment, k.dtype) for segment in self.path]
         return torch.cat([*(x for x, _ in above), k]), torch.cat([*(x for _, x in above), v])
 
     def split_gradients(self, key: LayerState, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +174,7 @@ class TreePart:
             name: of the state in the layer.
             sources: inputs of the layer; the state requires a gradient if one of them does.
         """
-        self.states.was_read = True
+        self._enter((layer, name), *sources)
         if not self.path:
             return None
         found: Tensor = _LoadState.apply(self, (layer, name), *sources)  # type: ignore[no-untyped-call]
@@ -175,8 +186,6 @@ class TreePart:
         if self.stores_states:
             for each, state in zip(self.continued, states, strict=True):
                 self.states.store(key, each.segment, state)
-        elif out.requires_grad:
-            self.states.await_backward(key)
         found: Tensor = _StoreStates.apply(self, key, out, *states)  # type: ignore[no-untyped-call]
         return found
 
@@ -233,6 +242,7 @@ def layout_of(
     states: PartStates,
     *,
     stores_states: bool,
+    needs_grad: bool,
     device: torch.device,
 ) -> PackedLayout:
     """The layout of some segments of a part, with a `TreePart` as its shard.
@@ -242,7 +252,7 @@ def layout_of(
         part: of the plan.
         segments: all of the part, or those that other parts continue.
         states: of the loop.
-        stores_states: whether the forward stores keys and states.
+        stores_states, needs_grad: as of `TreePart`.
         device: of the tokens.
     """
     lengths = [plan.lengths[segment] for segment in segments]
@@ -257,5 +267,5 @@ def layout_of(
     continued = tuple(
         ContinuedSegment(x, i := index[x], slice(starts[i], starts[i + 1])) for x in part.continued
     )
-    shard = TreePart(states, part.path, tokens_above, continued, stores_states, layout_k)
-    return layout.replace(shard=shard)
+    own = (part.path, tokens_above, continued, stores_states, needs_grad, layout_k)
+    return layout.replace(shard=TreePart(states, *own))

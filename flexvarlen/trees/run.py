@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ class PartBatch(dict[str, Any]):
     """The keyword arguments of a patched model for a part of a tree.
 
     Attributes:
-        tokens: int64 `[T]`, on the host: where they are in the row of the whole tree.
+        tokens: int64 `[T]`, on the host: where they are in the row of the whole tree; None in a
+            copy that a library makes, on another device.
     """
 
-    def __init__(self, tokens: Tensor, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, inputs: Mapping[str, Any], tokens: Tensor | None = None) -> None:
         super().__init__(inputs)
-        self.tokens = tokens
+        self.tokens: Any = tokens
 
 
 def run_parts(
@@ -54,8 +56,8 @@ def run_parts(
         max_tokens: tokens of a part at most.
 
     Raises:
-        ValueError: `max_tokens` is below 1, or a module has dropout in training; when the first
-            part has run, that the model is not patched.
+        ValueError: `max_tokens` is below 1; when a part has run, that the model is not patched, or
+            draws random numbers, such as those of dropout.
         NotImplementedError: training of a model that ranks share.
         RuntimeError: a part's backward did not run, or ran twice.
     """
@@ -79,39 +81,68 @@ def _batches(
     starts = torch.tensor([0, *plan.lengths]).cumsum(0).tolist()
     states, needs_grad = PartStates(), torch.is_grad_enabled()
 
-    def batch(part: PlannedPart, own: Sequence[int], *, stores_states: bool) -> PartBatch:
+    def batch(part: PlannedPart, own: Sequence[int], *, stores: bool, learns: bool) -> PartBatch:
         tokens = torch.cat([torch.arange(starts[x], starts[x + 1]) for x in own])
         on_device = tokens.to(device)
         inputs = {name: x.index_select(1, on_device) for name, x in columns.items()}
-        made = layout_of(plan, part, own, states, stores_states=stores_states, device=device)
-        states.was_read = False
-        return PartBatch(tokens, inputs | {"packed_layout": made, **arguments})
+        made = layout_of(
+            plan, part, own, states, stores_states=stores, needs_grad=learns, device=device
+        )
+        states.begin_part()
+        return PartBatch(inputs | {"packed_layout": made, **arguments}, tokens)
 
     # A stack, as a conversation of many turns is a deep tree.
     waiting: list[tuple[PlannedPart, bool]] = [(part, False) for part in reversed(plan.roots)]
-    while waiting:
-        part, visited = waiting.pop()
-        if visited and not needs_grad:
-            states.discard(part.continued)
-            continue
-        if part.below and not visited:
-            waiting += [(part, True), *((each, False) for each in reversed(part.below))]
-            if needs_grad:
-                _run_without_gradients(model, batch(part, part.continued, stores_states=True))
-                _require_read(states)
+    try:
+        while waiting:
+            part, visited = waiting.pop()
+            if visited and not needs_grad:
+                states.discard(part.continued)
                 continue
-        stores_states = not needs_grad and bool(part.below)
-        yield batch(part, part.segments, stores_states=stores_states)
-        _require_read(states)
-        if needs_grad:
-            states.finish_part()
-            states.discard(part.continued)
+            if part.below and not visited:
+                waiting += [(part, True), *((each, False) for each in reversed(part.below))]
+                if needs_grad:
+                    first = batch(part, part.continued, stores=True, learns=False)
+                    _run_without_gradients(model, first)
+                    _require_read(states)
+                    continue
+            stores = not needs_grad and bool(part.below)
+            yield batch(part, part.segments, stores=stores, learns=needs_grad)
+            _require_read(states)
+            if needs_grad:
+                states.finish_part(part.continued)
+                states.discard(part.continued)
+    finally:
+        states.clear()
 
 
-def _run_without_gradients(model: Callable[..., Any], batch: PartBatch) -> None:
+def _run_without_gradients(model: nn.Module, batch: PartBatch) -> None:
     inputs = {"input_ids": batch["input_ids"], "packed_layout": batch["packed_layout"]}
-    with torch.no_grad():
-        model(**inputs, use_cache=False, logits_to_keep=1)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    few_logits = {} if head is None else {"logits_to_keep": 1}
+    with torch.no_grad(), no_random_numbers(batch["input_ids"].device):
+        model(**inputs, use_cache=False, **few_logits)
+
+
+@contextmanager
+def no_random_numbers(device: torch.device) -> Iterator[None]:
+    """Raise if a forward draws some, as its second run would draw others.
+
+    Raises:
+        ValueError: it did.
+    """
+
+    def state() -> list[Tensor]:
+        on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return [torch.get_rng_state(), *on_gpu]
+
+    before = state()
+    yield
+    if not all(map(torch.equal, before, state())):
+        raise ValueError(
+            "dropout must be 0 where a tree runs in parts, as some segments run twice, got a model "
+            "that draws random numbers; set its dropout and noise to 0, or call model.eval()."
+        )
 
 
 def _require_read(states: PartStates) -> None:
@@ -120,11 +151,10 @@ def _require_read(states: PartStates) -> None:
 
 
 def check_trains_in_parts(model: nn.Module) -> None:
-    """Refuse what would make the gradients of parts wrong, or ranks wait for each other.
+    """Refuse a model that ranks share, which would wait for each other.
 
     Raises:
-        ValueError: a module has dropout in training.
-        NotImplementedError: training of a model that ranks share.
+        NotImplementedError: it is sharded, or DDP wraps it or runs its forward.
     """
     if is_sharded(model) or is_replicated(model):
         raise NotImplementedError(
@@ -132,9 +162,3 @@ def check_trains_in_parts(model: nn.Module) -> None:
             "numbers of parts, and wait for each other; pass the module inside DDP, outside of "
             "DDP's forward, and sum its gradients over the ranks after the last part."
         )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.training and module.p > 0:
-            raise ValueError(
-                "dropout must be 0 where a tree runs in parts, as some segments run twice, got "
-                f"{module.p} at {name}; set it to 0, or call model.eval()."
-            )

@@ -11,6 +11,19 @@ LayerState = tuple[int, str]
 """A layer, and what of it: "keys" for keys and values; states of recurrent layers."""
 Tensors = tuple[Tensor, ...]
 
+SECOND_FORWARD = (
+    "a part of a tree must run once, in a model whose layers have indices of their own, got a "
+    "second forward of layer {layer}; run another model, or this one without adapters, in a loop "
+    "of its own over shared.parts(model, max_tokens)."
+)
+OTHER_DTYPE = (
+    "all parts of a tree must run in one dtype, got keys or states in {dtype} below some in "
+    "{above}; put the whole loop over the parts inside autocast."
+)
+ENDED = (
+    "a part of a tree must run inside its loop, got one of a loop that has ended or gone on; run "
+    "`for part in shared.parts(model, max_tokens)`."
+)
 MISSING_BACKWARD = (
     "each part of a tree must run backward before the next one, got the next part while {layers} "
     "layers of the last have run no backward; call loss.backward() on each, or run the loop under "
@@ -36,6 +49,7 @@ class PartStates:
         self.was_read = False
         self._stored: dict[tuple[LayerState, int], Tensors] = {}
         self._gradients: dict[tuple[LayerState, int], Tensors] = {}
+        self._entered: set[LayerState] = set()
         self._awaited: set[LayerState] = set()
         self._ran: set[LayerState] = set()
 
@@ -43,14 +57,28 @@ class PartStates:
         """Store copies of what the segments below one need of it."""
         self._stored[key, segment] = tuple(x.detach().clone() for x in tensors)
 
-    def stored(self, key: LayerState, segment: int) -> Tensors:
-        """What was stored of a segment."""
-        return self._stored[key, segment]
+    def stored(self, key: LayerState, segment: int, dtype: torch.dtype | None = None) -> Tensors:
+        """What was stored of a segment.
+
+        Raises:
+            RuntimeError: nothing, as the loop has ended.
+            ValueError: it has another dtype than the one given.
+        """
+        found = self._stored.get((key, segment))
+        if found is None:
+            raise RuntimeError(ENDED)
+        if dtype is not None and found[0].dtype != dtype:
+            raise ValueError(OTHER_DTYPE.format(dtype=dtype, above=found[0].dtype))
+        return found
 
     def discard(self, segments: Sequence[int]) -> None:
         """Forget what no part needs any more."""
         gone = set(segments)
         self._stored = {at: x for at, x in self._stored.items() if at[1] not in gone}
+
+    def clear(self) -> None:
+        """Forget everything, as a part that someone holds holds this too."""
+        self._stored, self._gradients = {}, {}
 
     def add_gradients(self, key: LayerState, segment: int, *gradients: Tensor) -> None:
         """Add gradients of what was stored of a segment."""
@@ -66,11 +94,29 @@ class PartStates:
         """Their sum, once; empty if there are none."""
         return self._gradients.pop((key, segment), ())
 
-    # ---- that no backward is missing ----
+    # ---- that each part runs forward and backward once ----
 
-    def await_backward(self, key: LayerState) -> None:
-        """Note that a layer ran whose backward must come."""
-        self._awaited.add(key)
+    def enter(self, key: LayerState, *, learns: bool) -> None:
+        """Note the forward of a layer on the current part.
+
+        Args:
+            key: of the layer.
+            learns: whether its backward must come.
+
+        Raises:
+            RuntimeError: it is the second, and not a checkpoint's recomputation in a backward.
+        """
+        self.was_read = True
+        if key in self._entered and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(SECOND_FORWARD.format(layer=key[0]))
+        self._entered.add(key)
+        if learns:
+            self._awaited.add(key)
+
+    def begin_part(self) -> None:
+        """Begin a forward."""
+        self.was_read = False
+        self._entered, self._awaited, self._ran = set(), set(), set()
 
     def ran_backward(self, key: LayerState) -> None:
         """Note a layer's backward.
@@ -82,13 +128,16 @@ class PartStates:
             raise RuntimeError(SECOND_BACKWARD.format(layer=key[0]))
         self._ran.add(key)
 
-    def finish_part(self) -> None:
-        """Begin the next part.
+    def finish_part(self, segments: Sequence[int]) -> None:
+        """Check the part that ran last.
+
+        Args:
+            segments: those of it that other parts continue.
 
         Raises:
             RuntimeError: a layer's backward did not run.
         """
-        missing = {layer for layer, _ in self._awaited - self._ran}
-        self._awaited, self._ran = set(), set()
+        left = {key for key, segment in self._gradients if segment in segments}
+        missing = {layer for layer, _ in (self._awaited - self._ran) | left}
         if missing:
             raise RuntimeError(MISSING_BACKWARD.format(layers=len(missing)))

@@ -66,7 +66,7 @@ def documents_of(inputs: Mapping[str, Any], layout: PackedLayout | None) -> Pack
 def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
     """The documents of a forward's keyword arguments, by the contract of `patch_model`.
 
-    Of `position_ids` `[n, B, S]` the first row counts.
+    Of `position_ids` `[4, B, S]` the first row counts.
 
     Raises:
         ValueError: no input_ids `[B, S]`, or boundaries that break the contract.
@@ -80,7 +80,7 @@ def layout_of(batch: Mapping[str, Any]) -> PackedLayout:
         )
     known: Any = {name: batch.get(name) for name in (*BOUNDARIES, "position_ids", "attention_mask")}
     positions = known["position_ids"]
-    if isinstance(positions, Tensor) and positions.ndim == 3:
+    if isinstance(positions, Tensor) and positions.ndim == 3 and positions.shape[0] == 4:
         known["position_ids"] = positions[0]
     return find_layout(GivenDocuments(ids.shape[0], ids.shape[1], ids.device, **known))
 

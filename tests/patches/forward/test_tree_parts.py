@@ -187,9 +187,9 @@ def test_a_missing_backward_raises():
 
 
 def test_a_second_backward_raises():
-    model, shared = new("llama", "sdpa"), fv.share_prefixes(samples())
-    part = next(shared.parts(model, 25))
-    loss = model(**part).loss
+    model = new("llama", "sdpa")
+    parts = fv.share_prefixes(samples()).parts(model, 25)
+    loss = model(**next(parts)).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="must run backward once"):
         loss.backward()
@@ -218,10 +218,76 @@ def test_what_does_not_run_in_parts_raises():
     compiled = torch.compile(new("llama", "sdpa"), backend="eager")
     with pytest.raises(NotImplementedError, match=r"in parts with torch\.compile"):
         next(shared.parts(compiled, 25))
-    model = new("llama", "sdpa")
-    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, Dropout(0.1))
+
+
+@pytest.mark.parametrize("draws", ["dropout", "noise"])
+def test_a_model_that_draws_random_numbers_raises(draws):
+    """Dropout, also that of functions: a segment would run twice with other numbers."""
+    shared, model = fv.share_prefixes(samples()), new("llama", "sdpa")
+    layer = Dropout(0.1) if draws == "dropout" else Noise()
+    model.model.embed_tokens = torch.nn.Sequential(model.model.embed_tokens, layer)
     with pytest.raises(ValueError, match="dropout must be 0 where a tree runs in parts, as some"):
         next(shared.parts(model.train(), 25))
+    with pytest.raises(ValueError, match="dropout must be 0 where a tree runs in parts, as some"):
+        fv.tree_logprobs(model, shared, max_tokens=25)
+    next(shared.parts(model, 1000))  # one part, which runs once
+
+
+class Noise(torch.nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x) if self.training else x
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_part_without_its_forward_or_backward_raises(reentrant):
+    """Also one of a prompt alone, which has no labels."""
+    prompt = [*range(5, 45)]
+    turns = [
+        {"input_ids": [*prompt, *[50 + i] * 6], "labels": [-100] * 40 + [50 + i] * 6}
+        for i in range(4)
+    ]
+    model = new("llama", "sdpa")
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    for runs in (False, True):
+        with pytest.raises((RuntimeError, ValueError), match=r"must run backward|run each part"):
+            train_on_labels(model, fv.share_prefixes(turns).parts(model, 45), runs=runs)
+
+
+def train_on_labels(model, parts, *, runs):
+    """A loop that skips the backward of parts without labels; `runs`: not their forward."""
+    for part in parts:
+        has_labels = bool((part["shift_labels"] != -100).any())
+        if runs or has_labels:
+            loss = model(**part).loss
+        if has_labels:
+            loss.backward()
+
+
+def test_a_second_forward_raises():
+    """Of a reference model's, say: keys above are those of the first."""
+    model = new("llama", "sdpa")
+    parts = fv.share_prefixes(samples()).parts(model, 25)
+    part = next(parts)
+    model(**part)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="a part of a tree must run once, in"):
+        model(**part)
+    parts.close()
+    with pytest.raises(RuntimeError, match="must run inside its loop"):
+        model(**next(fv.share_prefixes(samples()).parts(model, 25)))
+
+
+def test_autocast_around_the_forward_alone_raises():
+    model, shared = new("llama", "sdpa", torch.float32), fv.share_prefixes(samples())
+    parts = shared.parts(model, 25)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="in one dtype"):
+        model(**next_outside_autocast(parts))
+
+
+def next_outside_autocast(parts):
+    with torch.autocast("cpu", enabled=False):
+        return next(parts)
 
 
 # ---- log-probabilities, for any loss ----

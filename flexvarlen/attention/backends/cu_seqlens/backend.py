@@ -180,6 +180,8 @@ class CuSeqlensBackend:
             bound_q, bound_k = plan.bound_q, plan.bound_k
         documents, *longest, tail = layout.launch.read(compiling=compiling)
         longest_q, longest_k = longest[0], longest[-1]
+        if isinstance(plan, Levels) and mask.spec.cross:
+            longest_q = min(longest_q, mask.layout.total_tokens)
         if mask.spec.cross and isinstance(plan, Boundaries):
             documents_k, longest_k, tail_k = mask.layout_k.launch.read(compiling=compiling)
             documents, tail = max(documents, documents_k), tail + tail_k

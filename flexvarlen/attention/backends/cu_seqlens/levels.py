@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flexvarlen.attention.backends.cu_seqlens import kernel as kernels
 from flexvarlen.attention.backends.cu_seqlens.kernel import KernelSizes
@@ -51,11 +52,12 @@ class Levels(NamedTuple):
         make = _operator if torch.compiler.is_compiling() else _boundaries
         above = make(segments.table, segments.max_depth - 1)
         starts = segments.table[0]
-        inside = torch.stack([starts, starts])
-        if keys_before:
-            inside[0] = (inside[0] - keys_before).clamp(min=0)
-            above[:, 0] = (above[:, 0] - keys_before).clamp(min=0)
-        return cls(inside, above)
+        if not keys_before:
+            return cls(starts.expand(2, -1), above)
+        above[:, 0] = (above[:, 0] - keys_before).clamp(min=0)
+        inside = torch.stack([(starts - keys_before).clamp(min=0), starts])
+        # Both rows 16-byte aligned, as those of `above`.
+        return cls(pad(inside, (0, -len(starts) % 4))[:, : len(starts)], above)
 
 
 def _boundaries(table: Tensor, levels: int) -> Tensor:
@@ -72,7 +74,7 @@ def _boundaries(table: Tensor, levels: int) -> Tensor:
     keys = starts.expand(levels, -1), stops.expand(levels, -1)
     slots = torch.stack([torch.stack(x, dim=-1).flatten(1) for x in (queries, keys)], dim=1)
     spare = _row_length(table) - 1 - slots.shape[2]
-    return torch.nn.functional.pad(slots, (1, spare)).cummax(2).values
+    return pad(slots, (1, spare)).cummax(2).values
 
 
 def _row_length(table: Tensor) -> int:
@@ -106,7 +108,7 @@ def _calls(
 ) -> list[_LevelCall]:
     # Past the last boundary the LSE is -inf if asked for, else unwritten.
     call = call._replace(return_lse=sizes.tail > 0)
-    of_segments = sizes._replace(longest_q=sizes.longest_k)
+    of_segments = sizes._replace(longest_q=min(sizes.longest_q, sizes.longest_k))
     inside_q, inside_k = inside.unbind()
     calls = [_LevelCall(inside_q, inside_k, of_segments, call._replace(spec=MaskSpec()))]
     sizes = sizes._replace(documents=2 * sizes.documents)
