@@ -201,13 +201,7 @@ class PackedForward:
         sinks: Tensor | None,
         layer: int | None = None,
     ) -> Tensor:
-        """The output of a layer, `[T, H, D]`.
-
-        Args:
-            kind: of the layer.
-            q, k, v: `[T, H, D]`, and `[T, Hkv, D]` twice.
-            sinks: `[H]`, or None.
-            layer: its index in the model.
+        """The output of a layer, `[T, H, D]`; `layer` is its index in the model.
 
         Raises:
             NotImplementedError: the backend cannot serve the kind, or the tensors have tangents.

@@ -40,12 +40,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cases", type=int, metavar="N", help="the first N of the sample; default: all")
     add("--only", default="", metavar="TEXT", help="cases whose name contains it")
     add("--processes", type=int, default=1, metavar="N", help="for each checkout; default: 1")
+    add("--seconds", type=float, default=1e9, metavar="S", help="begin no case later")
     add("--verbose", action="store_true", help="print each case and its seconds")
     return parser.parse_args(argv)
 
 
 def start(
-    checkout: Path, cases: Path, out: Path, device: str, *, verbose: bool
+    checkout: Path, cases: Path, out: Path, device: str, seconds: float, *, verbose: bool
 ) -> subprocess.Popen[bytes]:
     """The cases on a checkout, in a process of its own."""
     path = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -56,7 +57,7 @@ def start(
         "OMP_NUM_THREADS": "1",
     }
     # -P: the child's own folder is not on the path, so nothing comes from this checkout.
-    command = [sys.executable, "-P", CHILD, cases, out, device, checkout]
+    command = [sys.executable, "-P", CHILD, cases, out, device, checkout, str(seconds)]
     errors = None if verbose else subprocess.DEVNULL
     return subprocess.Popen(command, cwd=checkout, env=environment, stderr=errors)
 
@@ -76,7 +77,9 @@ def main(argv: list[str] | None = None) -> int:
             torch.save(part, file := Path(folder) / f"cases{number}.pt")
             for side, checkout in enumerate(sides):
                 out = Path(folder) / f"{side}-{number}.pt"
-                process = start(checkout, file, out, args.device, verbose=args.verbose)
+                process = start(
+                    checkout, file, out, args.device, args.seconds, verbose=args.verbose
+                )
                 running.append((side, process, out))
         found: list[dict[str, Any]] = [{} for _ in sides]
         for side, process, out in running:
@@ -84,13 +87,14 @@ def main(argv: list[str] | None = None) -> int:
                 sys.stderr.write(f"{sides[side]}: no answers; see --verbose.\n")
                 return 2
             found[side] |= torch.load(out)
-    old, new, *again = found
+    ran = [name for name in found[0] if all(name in side for side in found)]
+    old, new, *again = ({name: side[name] for name in ran} for side in found)
     lines = differences(old, new, *again)
     raised = sum(isinstance(x, str) and x == new[name] for name, x in old.items())
     for line in lines:
         sys.stdout.write(line + "\n")
     sys.stdout.write(
-        f"{len(cases)} cases, {raised} of which raise the same, in "
+        f"{len(ran)} of {len(cases)} cases, {raised} of which raise the same, in "
         f"{time.perf_counter() - begin:.0f} s: "
         + (f"{len(lines)} DIFFER\n" if lines else "the same answers\n")
     )

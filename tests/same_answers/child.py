@@ -22,11 +22,14 @@ GRADIENT = "gradient of "
 Tensors = dict[str, Tensor]
 
 
-def run_all(cases: list[dict[str, Any]], device: str) -> dict[str, Any]:
-    """By the case's name, its tensors, or the sentence that it raises."""
+def run_all(cases: list[dict[str, Any]], device: str, seconds: float = 1e9) -> dict[str, Any]:
+    """By the case's name, its tensors, or the sentence that it raises; no case begins later."""
     found: dict[str, Any] = {}
+    end = time.perf_counter() + seconds
     for case in cases:
         begin = time.perf_counter()
+        if begin > end:
+            break
         torch._dynamo.reset()
         try:
             tensors = run(case, device)
@@ -121,13 +124,13 @@ def weighted(x: Tensor) -> Tensor:
     return (x.float().flatten() * weights).sum() / len(weights) ** 0.5
 
 
-def main(cases: str, out: str, device: str, checkout: str) -> None:
+def main(cases: str, out: str, device: str, checkout: str, seconds: str) -> None:
     if not Path(fv.__file__).resolve().is_relative_to(checkout):
         raise SystemExit(f"flexvarlen must come from {checkout}, got {fv.__file__}.")
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    torch.save(run_all(torch.load(cases), device), out)
+    torch.save(run_all(torch.load(cases), device, float(seconds)), out)
 
 
 if __name__ == "__main__":
