@@ -190,7 +190,7 @@ def test_what_trees_do_not_go_with_reaches_a_kernel(model):
                 ("labels cannot be combined with a packed_layout", {"labels": ids}),
                 ("position_ids cannot be combined with a packed_layout", {"position_ids": ids}),
                 ("return_dict must be True with a packed_layout", {"return_dict": False}),
-                ("logits_to_keep must be 0 with a packed_layout", {"logits_to_keep": 3}),
+                ("logits_to_keep must be 0 with the shift_labels", {"logits_to_keep": 3}),
                 ("a packed_layout of trees cannot fill a cache", {"use_cache": True}),
             ]
             refuses(model, [(words, batch | change) for words, change in changes])
@@ -202,6 +202,10 @@ def test_what_trees_do_not_go_with_reaches_a_kernel(model):
             ("attention_mask cannot be combined with", {"attention_mask": shared["input_ids"]}),
         ]
         refuses(model, [(words, shared | change) for words, change in of_trees])
+        with torch.no_grad():
+            part = next(fv.share_prefixes([[5, 6, 7], [5, 6, 8]]).parts(model, 3))
+        words = "a tree cannot run in parts with output_router_logits"
+        refuses(model, [(words, part | {"output_router_logits": True})], NotImplementedError)
         grid = {"image_grid_thw": torch.tensor([[1, 2, 2]])}
         with_images = fv.patch_model(new_model("qwen2_vl"), "sdpa")
         refuses(with_images, [("position_ids of 4 rows must be given", shared | grid)])

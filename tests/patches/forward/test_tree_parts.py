@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from torch.nn import Dropout
+from torch.nn.parallel import DistributedDataParallel
 
 import flexvarlen as fv
 from flexvarlen.reference.model import Float64, float64_model
@@ -205,7 +206,7 @@ def test_a_loop_that_ends_early_leaves_nothing():
     assert_equal(found[1], expected[1], 0)
 
 
-def test_what_does_not_run_in_parts_raises():
+def test_what_does_not_run_in_parts_raises(monkeypatch):
     shared = fv.share_prefixes(samples())
     with pytest.raises(ValueError, match="max_tokens must be an integer of at least 1"):
         shared.parts(new("llama", "sdpa"), 0)
@@ -215,6 +216,11 @@ def test_what_does_not_run_in_parts_raises():
     experts.config.output_router_logits = True
     with pytest.raises(NotImplementedError, match="in parts with output_router_logits"):
         next(shared.parts(experts, 25))
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", object())
+    for parts in (shared.parts, partial(fv.tree_logprobs, shared=shared)):
+        with pytest.raises(NotImplementedError, match="cannot train in parts under DDP, FSDP"):
+            parts(new("llama", "sdpa"), max_tokens=25)
+    monkeypatch.undo()
     compiled = torch.compile(new("llama", "sdpa"), backend="eager")
     with pytest.raises(NotImplementedError, match=r"in parts with torch\.compile"):
         next(shared.parts(compiled, 25))
