@@ -58,7 +58,7 @@ def query_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
     """
     cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, prefix, _, runs, total_tokens, spec = given
     mask = MaskSpec.from_ints(spec)
-    if mask.tree and mask.cross:
+    if mask.tree:  # the queries are all keys, or the last ones
         tokens_q, tokens_k = total_tokens
         of_keys = given._replace(
             cu_seqlens_q=cu_seqlens_k,
@@ -68,8 +68,6 @@ def query_bounds(given: MaskInputs) -> tuple[Tensor, Tensor]:
         )
         lo, hi = query_bounds(of_keys)
         return lo[tokens_k - tokens_q :], hi[tokens_k - tokens_q :]
-    if mask.tree:
-        mask = MaskSpec()
     at = _locate(cu_seqlens_q, cu_seqlens_k, padding_q, padding_k, *total_tokens)
     position = at.position + _shift(mask, at.own_length, at.other_length)
     low, high = torch.zeros_like(position), at.other_length

@@ -13,7 +13,12 @@ from torch.nn import functional as F
 
 from flexvarlen.layout.boundaries import HAS_TRITON
 from flexvarlen.recurrent.adjacent_ranks import prepend_tokens
-from flexvarlen.recurrent.documents import REACH, WIDEST_CONVOLUTION, RecurrentDocuments
+from flexvarlen.recurrent.documents import (
+    REACH,
+    WIDEST_CONVOLUTION,
+    Carry,
+    RecurrentDocuments,
+)
 
 
 def causal_convolution(
@@ -42,7 +47,7 @@ def causal_convolution(
             f"{WIDEST_CONVOLUTION}, got {weight.shape[1]}; give each rank whole rows and trees."
         )
     if documents.carry is not None:
-        return _in_part(x_TC, weight, bias, silu, documents.previous, documents)
+        return _in_part(x_TC, weight, bias, silu, documents, documents.carry)
     if documents.links is None:
         return _convolution(x_TC, weight, bias, silu, documents)
     x_TC = prepend_tokens(x_TC, documents.links, documents.group)
@@ -54,17 +59,15 @@ def _in_part(
     weight: Tensor,
     bias: Tensor | None,
     silu: bool,
-    previous: Tensor,
     documents: RecurrentDocuments,
+    carry: Carry,
 ) -> Tensor:
     """On a part of a tree: the state is the last inputs on a path, `[REACH, C]`."""
-    carry = documents.carry
-    assert carry is not None
+    previous = documents.previous
     name = carry.name("convolution")
     before = carry.part.load_state(carry.layer, name, [x_TC])
     x_TC = torch.cat([x_TC.new_zeros(REACH, x_TC.shape[1]) if before is None else before, x_TC])
-    out = _path_sums(x_TC, weight, bias, previous)[REACH:]
-    out = (F.silu(out) if silu else out).to(x_TC.dtype)
+    out = _in_torch(x_TC, weight, bias, silu, previous)[REACH:]
     states = []
     for slot in carry.slots:
         tail = [REACH + documents.cu_seqlens[slot + 1] - 1]
@@ -83,20 +86,22 @@ def _convolution(
         starts, codes = documents.next_tokens or (None, None)
         out: Tensor = _operator(x_TC, weight, bias, silu, documents.previous, starts, codes)
         return out
-    out = _path_sums(x_TC, weight, bias, documents.previous)
-    return (F.silu(out) if silu else out).to(x_TC.dtype)
+    return _in_torch(x_TC, weight, bias, silu, documents.previous)
 
 
-def _path_sums(x_TC: Tensor, weight: Tensor, bias: Tensor | None, previous: Tensor) -> Tensor:
+def _in_torch(
+    given_TC: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, previous: Tensor
+) -> Tensor:
     dtype = torch.promote_types(weight.dtype, torch.float32)  # as F.conv1d sums
-    x_TC, weight = x_TC.to(dtype), weight.to(dtype)
+    x_TC, weight = given_TC.to(dtype), weight.to(dtype)
     out, before = x_TC * weight[:, -1], previous
     for back in range(2, weight.shape[1] + 1):
         there, index = before >= 0, before.clamp(min=0).long()
         # embedding, as the gradient of x_TC[index] is summed in any order
         out = out + F.embedding(index, x_TC).masked_fill(~there[:, None], 0) * weight[:, -back]
         before = previous[index]  # -1 if there is no earlier token
-    return out if bias is None else out + bias
+    out = out if bias is None else out + bias
+    return (F.silu(out) if silu else out).to(given_TC.dtype)
 
 
 # ---- the operator ----

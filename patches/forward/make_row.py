@@ -19,7 +19,7 @@ from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.head_checks import user_loss
 from flexvarlen.patches.forward.recurrent_layers import compiles_at_once
 from flexvarlen.patches.forward.trees import TREES
-from flexvarlen.patches.models.layers import dtype_of_queries, is_compiled_by_layer
+from flexvarlen.patches.models.layers import dtype_of_queries, is_compiled
 from flexvarlen.patches.refusal import refuse
 from flexvarlen.patches.state import Patch
 
@@ -76,12 +76,6 @@ def may_hold_several(given: Given, layout: PackedLayout) -> bool:
     return several or bool(layout.has_padding) or layout.shard.is_part_of_tree
 
 
-def is_compiled(given: Given) -> bool:
-    """Whether the model is compiled, as a whole or layer by layer."""
-    tower = given.parts.text_tower(given.module)
-    return torch.compiler.is_compiling() or is_compiled_by_layer(tower)
-
-
 ONE_DOCUMENT_PER_ROW = (
     "a cache must be filled by rows of one document each, as a new token sees its whole row, got "
     "rows that hold several (or a compiled graph of recurrent layers, where they may); pass "
@@ -108,7 +102,7 @@ def _cache_of_row(given: Given, layout: PackedLayout) -> tuple[bool, bool | None
             or patch.unpad
             or not patch.parts.causal
             or given.module.training
-            or is_compiled(given)
+            or is_compiled(given.parts.text_tower(given.module))
         )
         fills = by_default and may_fill and bool(one_document_per_row(layout, batch))
         return fills, None if fills else False

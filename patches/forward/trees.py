@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from flexvarlen.layout.labels import LABEL_COUNTS
+from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.images import has_images
 from flexvarlen.patches.batch.given import Given
 from flexvarlen.patches.forward.router import returns_router_logits
-from flexvarlen.patches.models.layers import is_compiled_by_layer
+from flexvarlen.patches.models.layers import is_compiled
 from flexvarlen.patches.refusal import Refusal
 from flexvarlen.patches.why_not import why_no_trees
 
@@ -33,10 +32,10 @@ def _unsupported(given: Given) -> str | None:
 
 
 def _why_no_parts(given: Given) -> str | None:
-    if not given.documents().shard.is_part_of_tree:
+    layout: PackedLayout | None = given.boundaries["packed_layout"]
+    if layout is None or not layout.shard.is_part_of_tree:
         return None
-    compiled = torch.compiler.is_compiling()
-    if compiled or is_compiled_by_layer(given.parts.text_tower(given.module)):
+    if is_compiled(given.parts.text_tower(given.module)):
         return "torch.compile"
     return "output_router_logits" if returns_router_logits(given) else None
 

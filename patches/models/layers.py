@@ -52,6 +52,11 @@ def is_compiled_by_layer(tower: nn.Module) -> bool:
     return "_orig_mod" in first._modules or first._compiled_call_impl is not None
 
 
+def is_compiled(tower: nn.Module) -> bool:
+    """Whether a tower is compiled, as a whole or layer by layer."""
+    return torch.compiler.is_compiling() or is_compiled_by_layer(tower)
+
+
 def attention_layers(model: nn.Module) -> list[nn.Module]:
     """The modules that call the attention function, in order."""
     return [layer for layer in model.modules() if "is_causal" in layer.__dict__]

@@ -182,7 +182,7 @@ class CuSeqlensBackend:
         longest_q, longest_k = longest[0], longest[-1]
         if isinstance(plan, Levels) and mask.spec.cross:
             longest_q = min(longest_q, mask.layout.total_tokens)
-        if mask.spec.cross and isinstance(plan, Boundaries):
+        elif mask.spec.cross:
             documents_k, longest_k, tail_k = mask.layout_k.launch.read(compiling=compiling)
             documents, tail = max(documents, documents_k), tail + tail_k
         if _is_chunked(mask) or not self.launches_own_sizes:
