@@ -63,11 +63,10 @@ def _in_part(
     carry: Carry,
 ) -> Tensor:
     """On a part of a tree: the state is the last inputs on a path, `[REACH, C]`."""
-    previous = documents.previous
-    name = carry.name("convolution")
+    previous, name = documents.previous, carry.name("convolution")
     before = carry.part.load_state(carry.layer, name, [x_TC])
     x_TC = torch.cat([x_TC.new_zeros(REACH, x_TC.shape[1]) if before is None else before, x_TC])
-    out = _in_torch(x_TC, weight, bias, silu, previous)[REACH:]
+    out = _convolution(x_TC, weight, bias, silu, documents)[REACH:]
     states = []
     for slot in carry.slots:
         tail = [REACH + documents.cu_seqlens[slot + 1] - 1]

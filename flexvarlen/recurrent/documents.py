@@ -108,6 +108,7 @@ class RecurrentDocuments:
         chunk_indices: int32 `[T // 64 + N + 1, 2]`: the slot of each chunk of 64 tokens, and its
             number in the document. Chunks past the last one belong to the empty slot.
         part: the part of a tree that the row is, or None.
+        continued: of a part, the slots of the segments that other parts continue.
         carry: of one layer of a part: see `of_layer`.
         meanwhile: other work that the first layer may compile while it checks its scan; or None.
 
@@ -145,6 +146,7 @@ class RecurrentDocuments:
             )
         self.links = layout.shard.links if layout.shard.exchanges_keys else None
         self.part: PartOfTree | None = layout.shard if layout.shard.is_part_of_tree else None  # type: ignore[assignment]
+        self.continued: tuple[int, ...] = ()
         self.carry: Carry | None = None
         if self.links is not None:
             self.previous = _with_tokens_before(self.previous, layout.position_ids()[0])
@@ -153,10 +155,22 @@ class RecurrentDocuments:
         if segments is not None:
             self.tokens = by_level(segments, total_tokens)
             self.branches = Branches(segments.by_level.table[1], segments.by_level.levels)
-        has_branches = segments is not None and total_tokens > 0
-        self.next_tokens = _next_tokens(starts, self.previous) if has_branches else None
+        tokens_before = 0
         if self.part is not None:
+            tokens_before = REACH
             self.previous = _with_path_before(self.previous, bool(self.part.path))
+            self.continued = tuple(each.index_in_part for each in self.part.continued)
+            if segments is None:
+                roots = torch.full_like(starts, -1)
+                levels = torch.tensor([0, len(starts) - 1], device="cpu")
+                self.branches = Branches(roots, levels)
+            elif self.continued:
+                order = segments.by_level.table[3].tolist()
+                self.continued = tuple(order[number] for number in self.continued)
+        has_branches = self.branches is not None and total_tokens > 0
+        self.next_tokens = (
+            _next_tokens(starts + tokens_before, self.previous) if has_branches else None
+        )
         self.cu_seqlens = pad(starts, (0, 2), value=total_tokens)
         self.chunk_indices = _chunk_indices(self.cu_seqlens, total_tokens)
 
@@ -189,13 +203,8 @@ class RecurrentDocuments:
                 "a recurrent layer must have a layer_idx to run on a part of a tree, got "
                 f"{type(layer).__name__} without; run the whole tree: shared.batch()."
             )
-        numbers = [each.index_in_part for each in self.part.continued]
-        segments = self.layout.segments
-        if segments is not None:
-            order = segments.by_level.table[3].tolist()
-            numbers = [order[number] for number in numbers]
         found = copy(self)
-        found.carry = Carry(self.part, index, tuple(numbers), {})
+        found.carry = Carry(self.part, index, self.continued, {})
         return found
 
     def zero_padding(self, x: Tensor) -> Tensor:

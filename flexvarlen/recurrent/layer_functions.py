@@ -95,7 +95,7 @@ def gated_delta_rule(
     _refuse_states(initial_state, output_final_state)
     shape = value.shape
     rows = [x.reshape(1, -1, *x.shape[2:]) for x in (query, key, value, g, beta)]
-    why = _why_not_fla(value, documents)
+    why = fla_kernels.why_not(value)
     if why is None and not use_qk_l2norm_in_kernel:
         why = "fla's kernel normalizes queries and keys, which this layer does not"
     boundaries = Boundaries.of(documents)
@@ -104,7 +104,7 @@ def gated_delta_rule(
         why = why_wrong(kind, rows[0], rows[2], boundaries, documents.meanwhile)
     if why is None:
         rows[3] = rows[3].float()
-        out = OPERATORS[kind](*rows, *boundaries)[0]
+        out = _run_fla(kind, rows, documents)
     else:
 
         def run(state: Tensor | None, keep: bool, *row: Tensor) -> Any:
@@ -159,14 +159,14 @@ def mamba2_scan(
     x, dt, B, C = (y.reshape(1, -1, *y.shape[2:]) for y in (hidden_states, dt, B, C))
     fixed: dict[str, Any] = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias}
     fixed |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    why = _why_not_fla(x, documents)
+    why = fla_kernels.why_not(x)
     if why is None:
         why = why_wrong("Mamba-2's scan", C, x, Boundaries.of(documents), documents.meanwhile)
     if why is None:
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
         v, g = (x * dt[..., None]).to(x.dtype), dt * A.float()
-        out = OPERATORS["Mamba-2's scan"](C, B, v, g, *Boundaries.of(documents))[0]
+        out = _run_fla("Mamba-2's scan", [C, B, v, g], documents)
         out = out if D is None else out + (x * D[:, None]).to(x.dtype)
     else:
 
@@ -182,11 +182,18 @@ def mamba2_scan(
     return documents.zero_padding(out).view(hidden_states.shape)
 
 
-def _why_not_fla(x: Tensor, documents: RecurrentDocuments) -> str | None:
-    """Why fla's kernels do not run, or None."""
-    if documents.carry is not None:
-        return "fla's kernels pass no states between the parts of a tree"
-    return fla_kernels.why_not(x)
+def _run_fla(kind: str, inputs: Sequence[Tensor], documents: RecurrentDocuments) -> Tensor:
+    """The output of fla's kernels; on a part of a tree, from the state of the path above it."""
+    boundaries, carry = Boundaries.of(documents), documents.carry
+    if carry is None:
+        return OPERATORS[kind](*inputs, *boundaries)[0]
+    name = carry.name("fla scan")
+    of_part = boundaries._replace(
+        state_above=carry.part.load_state(carry.layer, name, inputs),
+        continued=torch.tensor(carry.slots, dtype=torch.int64, device="cpu"),
+    )
+    out, states, *_ = OPERATORS[kind](*inputs, *of_part)
+    return carry.part.store_states(carry.layer, name, out, states.unbind())
 
 
 def _refuse_states(initial: Tensor | None, final: bool) -> None:

@@ -56,6 +56,28 @@ def test_a_state_of_another_segment(tree):
         assert grads[index[segment]] == below[segment]
 
 
+@given(trees(most_tokens=150))
+def test_a_part_of_a_tree(tree):
+    """Roots start from the state above, and the last segments' states and gradients pass on."""
+    docs = branches(tree)
+    index = docs.layout.segments.by_level.table[3].tolist()
+    last = [segment for segment in range(len(tree.lengths)) if segment not in tree.parents]
+    part = Boundaries.of(docs)._replace(
+        state_above=torch.full((1, 1, 1), 1000.0),
+        continued=torch.tensor([index[segment] for segment in last]),
+    )
+
+    def run(level, read, out):
+        torch.add(read, level.cu_seqlens.diff().view(-1, 1, 1, 1), out=out)
+
+    like = torch.zeros(1, len(docs.chunk_indices), 1, 1, 1)
+    final = levels.run_levels_forward(part, like, run)
+    assert final.flatten().tolist() == [1000 + len(tree.path_of(segment)) for segment in last]
+    grads = torch.arange(1.0, 1 + len(last)).view(-1, 1, 1, 1)
+    above = levels.run_levels_backward(part, like, run, grads)
+    assert int(above) == int(grads.sum()) + sum(tree.lengths)
+
+
 def test_a_cuda_graph_of_one_tree(monkeypatch):
     """It would replay the levels of the tree that it is captured with."""
     boundaries = Boundaries.of(branches(Tree((5, 3), (-1, 0))))

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from flexvarlen.recurrent.documents import CHUNK
-from flexvarlen.recurrent.fla_kernels.fake_outputs import like, received_state
+from flexvarlen.recurrent.fla_kernels.fake_outputs import (
+    first_kept,
+    gradients_of,
+    like,
+    state_gradient,
+    states_of_forward,
+)
 from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 from flexvarlen.recurrent.fla_kernels.states import decayed_state_gradients, decayed_states
@@ -27,6 +33,8 @@ def decayed_scan(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
+    state_above: Tensor | None,
+    continued: Tensor | None,
     links: Tensor | None,
     group: str,
 ) -> list[Tensor]:
@@ -36,36 +44,42 @@ def decayed_scan(
         q, k: `[1, T, G, K]`, each for H / G heads one after another.
         v: `[1, T, H, V]`.
         g: log of the decay, fp32 `[1, T, H]`.
-        cu_seqlens, chunk_indices, parents, levels, links, group: `Boundaries`.
+        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group:
+            `Boundaries`.
 
     Returns:
-        The output `[1, T, H, V]`, then what the backward needs.
+        The output `[1, T, H, V]`, the states of `run_levels_forward`, and what the backward needs.
     """
     from fla.ops.common.chunk_o import chunk_fwd_o
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, links, group)
+    boundaries = Boundaries(
+        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group
+    )
     q, k = (_expanded(x, v.shape[2]) for x in (q, k))
     v, g, others = v.contiguous(), g.contiguous(), boundaries.kwargs()
     g_sum = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **others)
-    h, received = decayed_states(k, v, g_sum, boundaries, k.dtype)
+    h, states = decayed_states(k, v, g_sum, boundaries, k.dtype)
     out = chunk_fwd_o(q=q, k=k, v=v, g=g_sum, h=h, scale=1.0, **others)
-    return [out.to(v.dtype), g_sum, received]
+    return [out.to(v.dtype), states, g_sum]
 
 
 @torch.library.custom_op("flexvarlen::decayed_scan_backward", mutates_args=())
 def _decayed_scan_backward(
     grad: Tensor,
+    grad_states: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    states: Tensor,
     g_sum: Tensor,
-    received: Tensor,
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
+    state_above: Tensor | None,
+    continued: Tensor | None,
     links: Tensor | None,
     group: str,
 ) -> list[Tensor]:
@@ -73,17 +87,19 @@ def _decayed_scan_backward(
     from fla.ops.utils import chunk_local_cumsum
 
     avoid_wrong_kernel()
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, links, group)
+    boundaries = Boundaries(
+        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group
+    )
     q_all, k_all = (_expanded(x, v.shape[2]) for x in (q, k))
     v, do, others = v.contiguous(), grad.contiguous(), boundaries.kwargs()
-    h, _ = decayed_states(k_all, v, g_sum, boundaries, torch.float32, received)
-    dh = decayed_state_gradients(q_all, do, g_sum, boundaries, torch.float32)
+    h, _ = decayed_states(k_all, v, g_sum, boundaries, torch.float32, states)
+    dh, dabove = decayed_state_gradients(q_all, do, g_sum, boundaries, torch.float32, grad_states)
     given = {"q": q_all, "k": k_all, "g": g_sum, "do": do, "dh": dh, "scale": 1.0, **others}
     dq, dk, _, dg = chunk_bwd_dqkwg(v=v, h=h, **given)
     dv = chunk_bwd_dv(**given)
     dg = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **others)
     dq, dk = (dx.unflatten(2, (x.shape[2], -1)).sum(3) for dx, x in ((dq, q), (dk, k)))
-    return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg]
+    return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg, dabove]
 
 
 def _expanded(x: Tensor, heads: int) -> Tensor:
@@ -94,25 +110,28 @@ def _expanded(x: Tensor, heads: int) -> Tensor:
 @decayed_scan.register_fake
 def _(*inputs: Any) -> list[Tensor]:
     _, k, v, g, *boundaries = inputs
-    received = received_state(k, v, Boundaries(*boundaries))
-    return [like(v), like(g, torch.float32), received]
+    states = states_of_forward(k, v, Boundaries(*boundaries))
+    return [like(v), states, like(g, torch.float32)]
 
 
 @_decayed_scan_backward.register_fake
 def _(*inputs: Any) -> list[Tensor]:
-    _, q, k, v, g_sum, *_ = inputs
-    return [like(q), like(k), like(v), like(g_sum)]
+    _, _, q, k, v, _, g_sum, *boundaries = inputs
+    dabove = state_gradient(Boundaries(*boundaries).state_above, v)
+    return [like(q), like(k), like(v), like(g_sum), dabove]
 
 
 def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     q, k, v, _, *boundaries, ctx.group = inputs
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[first_kept(inputs) :])
     ctx.save_for_backward(q, k, v, *output[1:], *boundaries)
 
 
 def _scan_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    found = _decayed_scan_backward(grads[0], *ctx.saved_tensors, ctx.group)
-    return *found, *[None] * len(Boundaries._fields)
+    kept, boundaries = ctx.saved_tensors[:5], Boundaries._make([*ctx.saved_tensors[5:], ctx.group])
+    grad_states = None if boundaries.continued is None else grads[1]
+    *found, dabove = _decayed_scan_backward(grads[0], grad_states, *kept, *boundaries)
+    return *found, *gradients_of(boundaries, dabove)
 
 
 decayed_scan.register_autograd(_scan_gradients, setup_context=_keep_scan)
@@ -122,5 +141,6 @@ def decayed_scan_gradients(
     grad: Tensor, inputs: list[Tensor], outputs: list[Tensor], *boundaries: Any
 ) -> list[Tensor]:
     """Gradients of the operator's inputs, computed from its outputs, without autograd."""
-    found: list[Tensor] = _decayed_scan_backward(grad, *inputs[:3], *outputs[1:], *boundaries)
-    return found
+    kept = *inputs[:3], *outputs[1:]
+    found: list[Tensor] = _decayed_scan_backward(grad, None, *kept, *boundaries)
+    return found[:-1]

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from flexvarlen.recurrent.documents import CHUNK
-from flexvarlen.recurrent.fla_kernels.fake_outputs import like, received_state
+from flexvarlen.recurrent.fla_kernels.fake_outputs import (
+    first_kept,
+    gradients_of,
+    like,
+    state_gradient,
+    states_of_forward,
+)
 from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 from flexvarlen.recurrent.fla_kernels.states import delta_state_gradients, delta_states
@@ -32,6 +38,8 @@ def gated_delta_rule(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
+    state_above: Tensor | None,
+    continued: Tensor | None,
     links: Tensor | None,
     group: str,
 ) -> list[Tensor]:
@@ -40,28 +48,32 @@ def gated_delta_rule(
     Args:
         g: log of the decay, fp32 `[1, T, HV]`.
         beta: `[1, T, HV]`.
-        cu_seqlens, chunk_indices, parents, levels, links, group: `Boundaries`.
+        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group:
+            `Boundaries`.
 
     Returns:
-        The output `[1, T, HV, V]`, then what the backward needs.
+        The output `[1, T, HV, V]`, the states of `run_levels_forward`, and what the backward needs.
     """
     from fla.ops.common.chunk_o import chunk_fwd_o
     from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, links, group)
+    boundaries = Boundaries(
+        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group
+    )
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     units = _normalized(q, k)
     g_sum = _sums_of_chunks(g, boundaries)
     given = {"k": units[2], "g": g_sum, **boundaries.kwargs()}
     w, u, inverse = chunk_gated_delta_rule_fwd_intra(v=v, beta=beta, **given)
-    h, v_new, received = delta_states(units[2], w, u, {"g": g_sum}, boundaries)
+    h, v_new, states = delta_states(units[2], w, u, {"g": g_sum}, boundaries)
     out = chunk_fwd_o(q=units[0], v=v_new, h=h, scale=q.shape[-1] ** -0.5, **given)
-    return [out.to(v.dtype), received, g_sum, inverse, *units]
+    return [out.to(v.dtype), states, g_sum, inverse, *units]
 
 
 @torch.library.custom_op("flexvarlen::gated_delta_rule_backward", mutates_args=())
 def _gated_delta_rule_backward(
     grad: Tensor,
+    grad_states: Tensor | None,
     v: Tensor,
     beta: Tensor,
     kept: list[Tensor],
@@ -69,6 +81,8 @@ def _gated_delta_rule_backward(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
+    state_above: Tensor | None,
+    continued: Tensor | None,
     links: Tensor | None,
     group: str,
 ) -> list[Tensor]:
@@ -76,21 +90,25 @@ def _gated_delta_rule_backward(
     from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 
     avoid_wrong_kernel()
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, links, group)
-    received, g_sum, inverse, *units = kept
+    boundaries = Boundaries(
+        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group
+    )
+    states, g_sum, inverse, *units = kept
     q, k, scale = units[0], units[2], units[0].shape[-1] ** -0.5
     v, beta, do = (x.contiguous() for x in (v, beta, grad))
     given = {"k": k, "g": g_sum, **boundaries.kwargs()}
     of_inverse = {"v": v, "beta": beta, "A": inverse, **given}
     w, u = recompute_w_u_fwd(**of_inverse)
-    h, v_new, _ = delta_states(k, w, u, {"g": g_sum}, boundaries, received)
+    h, v_new, _ = delta_states(k, w, u, {"g": g_sum}, boundaries, states)
     dv = chunk_bwd_dv_local(q=q, do=do, scale=scale, **given)
-    dh, dv = delta_state_gradients(q, k, w, do, dv, {"g": g_sum}, scale, boundaries)
-    states = {"w": w, "h": h, "dh": dh, "dv": dv}
-    dq, dk, dw, dg = chunk_bwd_dqkwg(q=q, v=v_new, do=do, scale=scale, **states, **given)
+    gates = {"g": g_sum}
+    dh, dv, dabove = delta_state_gradients(q, k, w, do, dv, gates, scale, boundaries, grad_states)
+    of_states = {"w": w, "h": h, "dh": dh, "dv": dv}
+    dq, dk, dw, dg = chunk_bwd_dqkwg(q=q, v=v_new, do=do, scale=scale, **of_states, **given)
     dk_more, dv, dbeta, dg_more = prepare_wy_repr_bwd(dw=dw, du=dv, **of_inverse)
     dg = _sums_of_chunks(dg + dg_more, boundaries, reverse=True)
-    return _gradients([dq, dk + dk_more, dv, dg, dbeta], units, like_v=v, like_beta=beta)
+    grads = [dq, dk + dk_more, dv, dg, dbeta]
+    return [*_gradients(grads, units, like_v=v, like_beta=beta), dabove]
 
 
 # ---- Kimi's delta rule: a decay for each channel of the keys ----
@@ -107,6 +125,8 @@ def kimi_delta_rule(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
+    state_above: Tensor | None,
+    continued: Tensor | None,
     links: Tensor | None,
     group: str,
 ) -> list[Tensor]:
@@ -114,7 +134,9 @@ def kimi_delta_rule(
     from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
     from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, links, group)
+    boundaries = Boundaries(
+        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group
+    )
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     units, scale = _normalized(q, k), q.shape[-1] ** -0.5
     g_sum = _sums_of_chunks(g, boundaries)
@@ -122,14 +144,15 @@ def kimi_delta_rule(
     w, u, _, k_decayed, scores, inverse = chunk_kda_fwd_intra(
         k=units[2], v=v, gk=g_sum, beta=beta, disable_recompute=False, **of_units
     )
-    h, v_new, received = delta_states(k_decayed, w, u, {"gk": g_sum}, boundaries)
+    h, v_new, states = delta_states(k_decayed, w, u, {"gk": g_sum}, boundaries)
     out = chunk_gla_fwd_o_gk(v=v_new, g=g_sum, A=scores, h=h, **of_units)
-    return [out.to(v.dtype), received, g_sum, scores, inverse, *units]
+    return [out.to(v.dtype), states, g_sum, scores, inverse, *units]
 
 
 @torch.library.custom_op("flexvarlen::kimi_delta_rule_backward", mutates_args=())
 def _kimi_delta_rule_backward(
     grad: Tensor,
+    grad_states: Tensor | None,
     v: Tensor,
     beta: Tensor,
     kept: list[Tensor],
@@ -137,6 +160,8 @@ def _kimi_delta_rule_backward(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
+    state_above: Tensor | None,
+    continued: Tensor | None,
     links: Tensor | None,
     group: str,
 ) -> list[Tensor]:
@@ -144,25 +169,30 @@ def _kimi_delta_rule_backward(
     from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
     from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
-    boundaries = Boundaries(cu_seqlens, chunk_indices, parents, levels, links, group)
-    received, g_sum, scores, inverse, *units = kept
+    boundaries = Boundaries(
+        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group
+    )
+    states, g_sum, scores, inverse, *units = kept
     q, k, scale = units[0], units[2], units[0].shape[-1] ** -0.5
     v, beta, do = (x.contiguous() for x in (v, beta, grad))
     given = {"q": q, "k": k, "beta": beta, **boundaries.kwargs()}
     gates = {"gk": g_sum}
     w, u, q_decayed, k_decayed = recompute_w_u_fwd(v=v, A=inverse, **gates, **given)
-    h, v_new, _ = delta_states(k_decayed, w, u, gates, boundaries, received)
+    h, v_new, _ = delta_states(k_decayed, w, u, gates, boundaries, states)
     no_beta = {name: x for name, x in given.items() if name != "beta"}
     dscores, dv = chunk_kda_bwd_dAv(v=v_new, do=do, A=scores, scale=scale, **no_beta)
-    dh, dv = delta_state_gradients(q_decayed, k_decayed, w, do, dv, gates, scale, boundaries)
-    states = {"v_new": v_new, "h": h, "dh": dh, "dv": dv}
-    dq, dk, dv, dbeta, dg, dinverse = chunk_kda_bwd_wy_dqkg_fused(
-        v=v, g=g_sum, A=inverse, do=do, scale=scale, **states, **given
+    dh, dv, dabove = delta_state_gradients(
+        q_decayed, k_decayed, w, do, dv, gates, scale, boundaries, grad_states
     )
-    grads = {"dAqk": dscores, "dAkk": dinverse, "dq": dq, "dk": dk, "db": dbeta, "dg": dg}
-    dq, dk, dbeta, dg = chunk_kda_bwd_intra(g=g_sum, **grads, **given)
+    of_states = {"v_new": v_new, "h": h, "dh": dh, "dv": dv}
+    dq, dk, dv, dbeta, dg, dinverse = chunk_kda_bwd_wy_dqkg_fused(
+        v=v, g=g_sum, A=inverse, do=do, scale=scale, **of_states, **given
+    )
+    so_far = {"dAqk": dscores, "dAkk": dinverse, "dq": dq, "dk": dk, "db": dbeta, "dg": dg}
+    dq, dk, dbeta, dg = chunk_kda_bwd_intra(g=g_sum, **so_far, **given)
     dg = _sums_of_chunks(dg, boundaries, reverse=True)
-    return _gradients([dq, dk, dv, dg, dbeta], units, like_v=v, like_beta=beta)
+    grads = [dq, dk, dv, dg, dbeta]
+    return [*_gradients(grads, units, like_v=v, like_beta=beta), dabove]
 
 
 # ---- what both share ----
@@ -204,18 +234,19 @@ def _fake_forward(squares: int, *inputs: Any) -> list[Tensor]:
     q, k, v, g, _, *boundaries = inputs
     kept = [k.new_empty(*v.shape[:3], CHUNK) for _ in range(squares)]
     units = [x for unit in (q, k) for x in (like(unit), like(unit[..., 0], torch.float32))]
-    received = received_state(k, v, Boundaries(*boundaries))
-    return [like(v), received, like(g, torch.float32), *kept, *units]
+    states = states_of_forward(k, v, Boundaries(*boundaries))
+    return [like(v), states, like(g, torch.float32), *kept, *units]
 
 
 def _fake_backward(*inputs: Any) -> list[Tensor]:
-    _, v, beta, (_, g_sum, *_, q_unit, _, k_unit, _), *_ = inputs
-    return [*(like(x) for x in (q_unit, k_unit, v)), like(g_sum), like(beta)]
+    _, _, v, beta, (_, g_sum, *_, q_unit, _, k_unit, _), *boundaries = inputs
+    dabove = state_gradient(Boundaries(*boundaries).state_above, v)
+    return [*(like(x) for x in (q_unit, k_unit, v)), like(g_sum), like(beta), dabove]
 
 
 def _keep_delta_rule(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, _, v, _, beta, *boundaries, ctx.group = inputs
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[first_kept(inputs) :])
     ctx.save_for_backward(v, beta, *boundaries, *output[1:])
 
 
@@ -224,9 +255,11 @@ def _complete(operator: Any, backward: Any, squares: int) -> None:
 
     def gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
         v, beta, *others = ctx.saved_tensors
-        boundaries, kept = others[:5], others[5:]
-        found = backward(grads[0], v, beta, kept, *boundaries, ctx.group)
-        return *found, *[None] * len(Boundaries._fields)
+        tables = len(Boundaries._fields) - 1
+        boundaries, kept = Boundaries._make([*others[:tables], ctx.group]), others[tables:]
+        grad_states = None if boundaries.continued is None else grads[1]
+        *found, dabove = backward(grads[0], grad_states, v, beta, kept, *boundaries)
+        return *found, *gradients_of(boundaries, dabove)
 
     operator.register_autograd(gradients, setup_context=_keep_delta_rule)
     operator.register_fake(partial(_fake_forward, squares))
@@ -238,8 +271,8 @@ def delta_rule_gradients(
 ) -> list[Tensor]:
     """Gradients of an operator's inputs, computed from its outputs, without autograd."""
     _, _, v, _, beta = inputs
-    found: list[Tensor] = backward(grad, v, beta, outputs[1:], *boundaries)
-    return found
+    found: list[Tensor] = backward(grad, None, v, beta, outputs[1:], *boundaries)
+    return found[:-1]
 
 
 gated_delta_rule_gradients = partial(delta_rule_gradients, _gated_delta_rule_backward)

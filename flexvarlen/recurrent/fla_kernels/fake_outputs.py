@@ -1,11 +1,13 @@
-"""Outputs of fake implementations."""
+"""Outputs of fake implementations, and which outputs and boundaries have gradients."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexvarlen.recurrent.fla_kernels.levels import Boundaries
+from flexvarlen.recurrent.fla_kernels.levels import Boundaries, states_like
 
 
 def like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -13,7 +15,25 @@ def like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def received_state(k: Tensor, v: Tensor, boundaries: Boundaries) -> Tensor:
+def states_of_forward(k: Tensor, v: Tensor, boundaries: Boundaries) -> Tensor:
     """A fake result of `run_levels_forward`."""
-    shape = (0,) if boundaries.links is None else (v.shape[2], k.shape[3], v.shape[3])
-    return v.new_empty(shape, dtype=torch.float32)
+    return states_like((v.shape[2], k.shape[3], v.shape[3]), v, boundaries)
+
+
+def state_gradient(state_above: Tensor | None, like: Tensor) -> Tensor:
+    """A fake result of `run_levels_backward`."""
+    shape = (0,) if state_above is None else state_above.shape
+    return like.new_empty(shape, dtype=torch.float32)
+
+
+def first_kept(inputs: tuple[Any, ...]) -> int:
+    """The first output of an operator that has no gradient; states of parts of a tree have one."""
+    return 1 + (Boundaries(*inputs[-len(Boundaries._fields) :]).continued is not None)
+
+
+def gradients_of(boundaries: Boundaries, dabove: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of an operator's boundaries."""
+    has_state = boundaries.state_above is not None
+    return tuple(
+        dabove if has_state and name == "state_above" else None for name in Boundaries._fields
+    )

@@ -5,6 +5,9 @@ launched once for each level of a tree, all segments of a level together; the ba
 deepest level, and the gradient of a state is the sum over the segments that start from it, in
 order.
 
+The roots of a part of a tree start from the state at the end of the path above it, and the final
+states of the segments that other parts continue are returned.
+
 In a row over several ranks, the first document of a rank may start from the final state of the
 previous rank, and its last one may continue on the next. Slots that wait for no rank run first.
 
@@ -13,7 +16,7 @@ Shapes: HV = heads of values; K, V = head_dim of keys and of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -30,6 +33,8 @@ class Boundaries(NamedTuple):
 
     Attributes:
         parents, levels: tables of trees; None for plain documents.
+        state_above: for a part of a tree below others, the state of its path, fp32 `[HV, K, V]`.
+        continued: for a part, int64 on the host: the slots that other parts continue.
         links, group: as in `RecurrentDocuments`, if documents continue from rank to rank.
     """
 
@@ -37,6 +42,8 @@ class Boundaries(NamedTuple):
     chunk_indices: Tensor
     parents: Tensor | None = None
     levels: Tensor | None = None
+    state_above: Tensor | None = None
+    continued: Tensor | None = None
     links: Tensor | None = None
     group: str = ""
 
@@ -46,7 +53,8 @@ class Boundaries(NamedTuple):
         branches = documents.branches
         parents, levels = (None, None) if branches is None else (branches.parents, branches.levels)
         of_row = documents.cu_seqlens, documents.chunk_indices
-        return cls(*of_row, parents, levels, documents.links, documents.group)
+        states = None, None  # of a layer: see `layer_functions`
+        return cls(*of_row, parents, levels, *states, documents.links, documents.group)
 
     @property
     def pass_states(self) -> bool:
@@ -64,11 +72,14 @@ class Level(NamedTuple):
     Attributes:
         cu_seqlens, chunk_offsets: `[n + 1]`, into the tokens and the chunks of the row.
         parents: int64 `[n]`, the slots of the level above that they start from; None for roots.
+        continued: the slots of the level that other parts of the tree continue, each with its index
+            among all of these.
     """
 
     cu_seqlens: Tensor
     chunk_offsets: Tensor
     parents: Tensor | None = None
+    continued: Sequence[tuple[int, int]] = ()
 
     @property
     def slots(self) -> int:
@@ -87,12 +98,15 @@ def _levels(boundaries: Boundaries) -> tuple[list[Level], Level]:
     every = _every_slot(boundaries)
     if parents is None or levels is None:
         return [], every
-    cu_seqlens, chunks, _ = every
+    cu_seqlens, chunks, *_ = every
     bounds: list[int] = levels.tolist()
+    continued = [] if boundaries.continued is None else boundaries.continued.tolist()
     last, above, found = bounds[-1], 0, []
     for start, end in pairwise(bounds[: bounds.index(last) + 1]):
         of_level = parents[start:end].long() - above if start else None
-        found.append(Level(cu_seqlens[start : end + 1], chunks[start : end + 1], of_level))
+        kept = [(slot - start, i) for i, slot in enumerate(continued) if start <= slot < end]
+        bounds_of = slice(start, end + 1)
+        found.append(Level(cu_seqlens[bounds_of], chunks[bounds_of], of_level, kept))
         above = start
     return found, Level(cu_seqlens[-3:-1], chunks[-3:-1])
 
@@ -124,7 +138,8 @@ def run_levels_forward(
         received: the result of an earlier run, so that no rank waits for another again.
 
     Returns:
-        The state that the first slot starts from, `[HV, K, V]`; `[0]` if the row is on one rank.
+        Over ranks, the state that the first slot starts from, `[HV, K, V]`; for a part of a tree,
+        the final states of its `continued` slots, `[n, HV, K, V]`; else `[0]`.
     """
     if boundaries.links is not None:
         if received is None:
@@ -135,27 +150,60 @@ def run_levels_forward(
         launch(every, initial, torch.empty_like(initial))
         return received
     levels, others = _levels(boundaries)
-    final = like.new_empty(0)
+    final, above = like.new_empty(0), boundaries.state_above
+    kept = states_like(like.shape[2:], like, boundaries)
     for level in levels:
-        initial = _zeros(level, like) if level.parents is None else final[level.parents]
+        if level.parents is not None:
+            initial = final[level.parents]
+        elif above is not None:
+            initial = above.expand(level.slots, *above.shape).contiguous()
+        else:
+            initial = _zeros(level, like)
         final = torch.empty_like(initial)
         launch(level, initial, final)
+        for slot, i in level.continued:
+            kept[i] = final[slot]
     _run_others(boundaries, others, like, launch)
-    return like.new_empty(0, dtype=torch.float32)
+    return kept
 
 
-def run_levels_backward(boundaries: Boundaries, like: Tensor, launch: LaunchLevel) -> None:
-    """Run a kernel that reads gradients of the final states, and writes those of the initial."""
+def run_levels_backward(
+    boundaries: Boundaries, like: Tensor, launch: LaunchLevel, grad_states: Tensor | None = None
+) -> Tensor:
+    """Run a kernel that reads gradients of the final states, and writes those of the initial.
+
+    Args:
+        grad_states: gradients of the final states of the `continued` slots.
+
+    Returns:
+        The gradient of `state_above`, or `[0]` without.
+    """
     if boundaries.links is not None:
         _along_ranks(boundaries, like, launch, back=True)
-        return
+        return like.new_empty(0, dtype=torch.float32)
     levels, others = _levels(boundaries)
     grads, parents = like.new_empty(0), None
     for level in reversed(levels):
         final = _zeros(level, like) if parents is None else _summed(grads, parents, level.slots)
+        if grad_states is not None:
+            for slot, i in level.continued:
+                final[slot] += grad_states[i]
         grads, parents = torch.empty_like(final), level.parents
         launch(level, final, grads)
     _run_others(boundaries, others, like, launch)
+    if boundaries.state_above is None:
+        return like.new_empty(0, dtype=torch.float32)
+    return grads.sum(0)
+
+
+def states_like(shape: Sequence[int], like: Tensor, boundaries: Boundaries) -> Tensor:
+    """An empty result of `run_levels_forward`, for states `[HV, K, V]` of this shape."""
+    count = []
+    if boundaries.continued is not None:
+        count = [len(boundaries.continued)]
+    elif boundaries.links is None:
+        count, shape = [0], ()
+    return like.new_empty(*count, *shape, dtype=torch.float32)
 
 
 def _run_others(boundaries: Boundaries, others: Level, like: Tensor, launch: LaunchLevel) -> None:

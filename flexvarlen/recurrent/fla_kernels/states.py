@@ -51,8 +51,8 @@ def delta_states(
     def launch(level: Level, initial: Tensor | None, final: Tensor | None) -> None:
         kernel[_grid(level, shapes)](**tensors, h0=initial, ht=final, **_constants(level, shapes))
 
-    received = run_levels_forward(boundaries, h, launch, received)
-    return h, v_new, received
+    states = run_levels_forward(boundaries, h, launch, received)
+    return h, v_new, states
 
 
 def delta_state_gradients(
@@ -64,11 +64,13 @@ def delta_state_gradients(
     gates: dict[str, Tensor],
     scale: float,
     boundaries: Boundaries,
-) -> tuple[Tensor, Tensor]:
+    grad_states: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the state after each chunk, in the dtype of q, and of the values written to it.
 
     Args:
         dv: the part of the latter that comes from the outputs of the same chunk.
+        grad_states: as in `run_levels_backward`, whose result is returned last.
     """
     from fla.ops.common import chunk_delta_h
 
@@ -89,8 +91,8 @@ def delta_state_gradients(
             **_constants(level, shapes),
         )
 
-    run_levels_backward(boundaries, dh, launch)
-    return dh, dv_new
+    dabove = run_levels_backward(boundaries, dh, launch, grad_states)
+    return dh, dv_new, dabove
 
 
 # ---- linear attention with a decay for each head; H = HV ----
@@ -117,14 +119,19 @@ def decayed_states(
             **tensors, h0=initial, ht=final, **constants
         )
 
-    received = run_levels_forward(boundaries, h, launch, received)
-    return h, received
+    states = run_levels_forward(boundaries, h, launch, received)
+    return h, states
 
 
 def decayed_state_gradients(
-    q: Tensor, do: Tensor, g: Tensor, boundaries: Boundaries, dtype: torch.dtype
-) -> Tensor:
-    """Gradients of the state after each chunk."""
+    q: Tensor,
+    do: Tensor,
+    g: Tensor,
+    boundaries: Boundaries,
+    dtype: torch.dtype,
+    grad_states: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the state after each chunk, and the result of `run_levels_backward`."""
     from fla.ops.common.chunk_h import chunk_bwd_kernel_dh
 
     shapes = _shapes(q, do)
@@ -137,8 +144,8 @@ def decayed_state_gradients(
             **tensors, dht=final, dh0=initial, scale=1.0, **constants
         )
 
-    run_levels_backward(boundaries, dh, launch)
-    return dh
+    dabove = run_levels_backward(boundaries, dh, launch, grad_states)
+    return dh, dabove
 
 
 # ---- arguments of the kernels ----
@@ -157,7 +164,7 @@ def _grid(level: Level, shapes: dict[str, int]) -> Callable[[dict[str, int]], tu
 
 
 def _constants(level: Level, shapes: dict[str, int]) -> dict[str, Any]:
-    cu_seqlens, chunk_offsets, _ = level
+    cu_seqlens, chunk_offsets, *_ = level
     found = {"cu_seqlens": cu_seqlens, "chunk_offsets": chunk_offsets, "BT": CHUNK}
     return found | shapes | {"STATE_V_FIRST": False}
 

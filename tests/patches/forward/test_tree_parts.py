@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from functools import cache, partial
 
 import pytest
@@ -11,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flexvarlen as fv
 from flexvarlen.reference.model import Float64, float64_model
+from flexvarlen.reference.recurrences import plain_recurrences
 from tests.contract_oracle import gradients_of
 from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.patches.forward.test_trees import samples
@@ -122,33 +125,65 @@ def test_under_autocast():
         assert (gradient - exact[name]).norm() <= allowed, name
 
 
+def long_texts():
+    """Prompts of several blocks and chunks, so that parts begin in the middle of one."""
+    generator = torch.Generator().manual_seed(3)
+    draws = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in (300, 90, 7, 200, 40)]
+    prompt, *ends = draws
+    texts = [torch.cat([prompt, *ends[:i], x]).tolist() for i, x in enumerate(ends) for _ in (0, 1)]
+    return texts + [[*text[:-1], text[-2]] for text in texts[2:4]]
+
+
+def assert_parts_as_accurate(model, plain):
+    """The logits and gradients of a patched model in bf16, next to those of the plain one."""
+    texts = long_texts()
+    given = [(torch.tensor(text), 0) for text in texts]
+    with plain_recurrences(plain):
+        baseline = texts_alone(plain, given)
+        with Float64():
+            exact = texts_alone(float64_model(plain), given)
+    shared = fv.share_prefixes(texts, device="cuda")
+    for max_tokens in (256, 100):
+        model.zero_grad()
+        logits = baseline.logits.new_zeros(shared.layout.total_tokens, baseline.logits.shape[-1])
+        for part in shared.parts(model, max_tokens):
+            try:
+                out = model(**part)
+            except NotImplementedError as why:
+                pytest.skip(str(why))
+            out.loss.backward()
+            logits[part.tokens] = out.logits[0].detach()
+        found = torch.cat(shared.unfold(logits))
+        assert_as_accurate(found, exact.logits, baseline.logits, 2, "logits")
+        assert_gradients_as_accurate(gradients_of(model), exact.gradients, baseline.gradients)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "qwen3_windows"])
 @pytest.mark.parametrize("backend", ["flex", "flex_fa4", "varlen", "fa2", "fa3", "fa4", "sdpa"])
 def test_kernels_in_bf16(backend, family):
-    """Prompts of several blocks, so that parts begin in the middle of one."""
     model = new_model(family, head_dim=64).to("cuda", torch.bfloat16).train()
     try:
         fv.patch_model(model, backend)
     except NotImplementedError as why:
         pytest.skip(str(why))
-    generator = torch.Generator().manual_seed(3)
-    draws = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in (300, 90, 7, 200, 40)]
-    prompt, *ends = draws
-    texts = [torch.cat([prompt, *ends[:i], x]).tolist() for i, x in enumerate(ends) for _ in (0, 1)]
-    texts += [[*text[:-1], text[-2]] for text in texts[2:4]]
     plain = new_model(family, head_dim=64).to("cuda", torch.bfloat16)
-    baseline = texts_alone(plain, [(torch.tensor(text), 0) for text in texts])
-    with Float64():
-        exact = texts_alone(float64_model(plain), [(torch.tensor(text), 0) for text in texts])
-    shared = fv.share_prefixes(texts, device="cuda")
-    for max_tokens in (256, 100):
-        try:
-            found = in_parts(model, shared, max_tokens)
-        except NotImplementedError as why:
-            pytest.skip(str(why))
-        assert_as_accurate(found[0], exact.loss.detach(), baseline.loss.detach(), 2, "loss")
-        assert_gradients_as_accurate(found[1], exact.gradients, baseline.gradients)
+    assert_parts_as_accurate(model, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", "kimi_linear", "granitemoehybrid", "mamba2", "lfm2"]
+)
+def test_scans_and_convolutions_in_bf16(family):
+    """fla's kernels from the states above, and the gradients of these."""
+    if family != "lfm2":
+        pytest.importorskip("fla")
+    plain = copy.deepcopy(shared_model(family, torch.bfloat16, "cuda", 64))
+    plain.set_attn_implementation("eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "flexvarlen: recurrent layers run")
+        assert_parts_as_accurate(fv.patch_model(copy.deepcopy(plain).train(), "auto"), plain)
 
 
 def test_logits_without_gradients():
