@@ -14,7 +14,7 @@ from torch import Tensor
 from flexvarlen.bench.suites.model.geometries import GEOMETRIES, GeometryCase
 from flexvarlen.layout.packed_layout import PackedLayout
 
-Kind = Literal["attention", "eager", "compiled", "memory"]
+Kind = Literal["attention", "eager", "compiled", "memory", "parts"]
 STEPS: tuple[Kind, ...] = ("eager", "compiled", "memory")
 
 REPEATED = "repeated:"

@@ -1,7 +1,8 @@
 """Suite "trees": samples that share their prompts as trees, beside the same samples repeated.
 
 "attention" is that of one layer, forward and backward. "eager", "compiled" and "memory" are steps
-of a model, the last on one group in one row. Agents, and paths of four levels, are also timed
+of a model, the last on one group in one row; "parts" are steps on trees of any size, which run in
+parts of a bounded number of tokens. Agents, and paths of four levels, are also timed
 beside transformers' own FlashAttention-3 on the same samples repeated. A model with recurrent
 layers takes the first two shapes, the same ragged, and a chain of 12 segments, each of which an
 answer continues too. Every variant is compared with samples alone in fp64, and what is wrong is not
@@ -16,6 +17,7 @@ from typing import ClassVar
 
 from flexvarlen.bench.suites.attention.tables import PACKAGES
 from flexvarlen.bench.suites.model import tables
+from flexvarlen.bench.suites.model.geometries import is_hybrid
 from flexvarlen.bench.suites.model.tree_cases import (
     REPEATED,
     SEGMENTS,
@@ -26,6 +28,7 @@ from flexvarlen.bench.suites.model.tree_cases import (
     Tree,
     TreeCase,
 )
+from flexvarlen.bench.suites.model.tree_parts import PARTS, measure_parts
 from flexvarlen.bench.suites.model.tree_runs import TreeSteps, measure_trees, split_variant
 from flexvarlen.report.records import Record, by_machine, commits_of, grouped, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table, shown
@@ -50,8 +53,19 @@ CHAIN: tuple[Shape, Shape] = ((1, 800), (1, 600)), ((1, 8), (1, 6))
 """Shapes of the other forms, and quick ones."""
 GROUPS: dict[Form, int] = {"agents": 8, "chain": 12}
 QUICK_GROUPS: dict[Form, int] = {"agents": 2, "chain": 4}
-DENSE, HYBRID = "qwen3-1.7b", "qwen3.5-2b"
-LAYERS = {DENSE: 14, HYBRID: 12}
+TASK: tuple[Shape, Shape] = (
+    ((1, 6000), (6, 2000), (4, 1000), (4, 750)),
+    ((1, 40), (3, 10), (2, 8), (2, 6)),
+)
+"""An agent's task: 96 samples of about 9,700 tokens, in a tree of about 114,000."""
+TASKS: tuple[Shape, ...] = (
+    *(((1, 1000), (tasks, 5000), *TASK[0][1:]) for tasks in (1, 2, 4, 9)),
+    ((1, 1000), (9, 5000), *TASK[0][1:3], (8, 750)),
+)
+"""Trees of several tasks under one prompt, of up to a million tokens; and twice the answers."""
+DENSE, HYBRID, SMALL = "qwen3-1.7b", "qwen3.5-2b", "qwen3-0.6b"
+LAYERS = {DENSE: 14, HYBRID: 12, SMALL: 28}
+PART_LAYERS = LAYERS | {HYBRID: 8}
 OTHER_TREES = {DENSE: 5, HYBRID: 20}
 SLOW_S = 6.0
 """A step that takes longer is timed once; of repeated samples one takes about two seconds."""
@@ -75,9 +89,22 @@ class Trees(Suite[TreeCase]):
             *(hybrid("compiled", levels) for levels in few),
             *(hybrid("eager", levels, form="ragged") for levels in few),
             hybrid("eager", CHAIN[small], form="chain"),
+            dense("attention", TASK[small], form="paths"),
+            dense("parts", TASK[small], form="paths"),
+            hybrid("parts", TASK[small], form="paths"),
+            *(
+                _case("parts", x, options, geometry=SMALL, form="paths")
+                for x in (() if small else TASKS)
+            ),
         ]
 
     def variants(self, case: TreeCase, options: Options) -> Sequence[str]:
+        if case.kind == "parts":
+            if case.geometry == SMALL:
+                return ["checkpointed", f"{PARTS}16384"]
+            budgets = (100, 40) if options.is_small else (49_152, 32_768, 16_384, 8192)
+            first = ["whole"] if is_hybrid(case.geometry) else [f"{REPEATED}auto", "checkpointed"]
+            return [*first, *(f"{PARTS}{tokens}" for tokens in budgets)]
         if case.kind in STEPS:
             names = ["auto", f"{SEGMENTS if case.form == 'chain' else REPEATED}auto"]
             if case.form in ("agents", "paths"):
@@ -89,7 +116,9 @@ class Trees(Suite[TreeCase]):
         return (f"{REPEATED}{kernel}", kernel, *others, "auto")
 
     def measure(self, case: TreeCase, variants: Sequence[str], options: Options) -> Findings:
-        if case.kind not in STEPS:
+        if case.kind == "parts":
+            return measure_parts(case, variants, options, SLOW_S)
+        if case.kind == "attention":
             return measure_trees(case, variants, REPEATED + _kernel(options), options)
         for variant in variants:
             split_variant(variant)
@@ -125,11 +154,13 @@ def _case(
     tokens = QUICK_TOKENS if small else ROW_TOKENS
     groups = max(1, tokens // sum(Tree.of(levels, 1).lengths))
     groups = (QUICK_GROUPS if small else GROUPS).get(form, groups)
+    if levels in (*TASK, *TASKS):
+        groups = 1
     if kind == "memory":
         groups, tokens = 1, sum(map(len, Tree.of(levels, 1).paths()))
     return TreeCase(
         geometry=f"{geometry.rpartition('-')[0]}-tiny" if small else geometry,
-        layers=2 if small else LAYERS[geometry],
+        layers=2 if small else (PART_LAYERS if kind == "parts" else LAYERS)[geometry],
         kind=kind,
         levels=levels,
         groups=groups,
@@ -144,15 +175,36 @@ def _case(
 # --- tables --------------------------------------------------------------------------------------
 
 
+def _parts_table(records: Sequence[Record]) -> Table:
+    """Steps in parts, beside whole trees and packed rows."""
+
+    def tokens(record: Record) -> str:
+        found = record.measures.get("tokens_of_forwards", [])
+        return f"{len(found)} of {min(found):,} to {max(found):,}" if found else NOTHING
+
+    columns = [
+        tables.number("tokens of the samples", "sample_tokens", ",.0f"),
+        tables.number("of the tree", "tree_tokens", ",.0f"),
+        Column("variant", lambda r: f"`{r.case['variant']}`"),
+        Column("forwards with gradients, tokens", tokens),
+        tables.number("ms", "ms_p50", ",.0f"),
+        tables.number("peak GiB", "peak_mib", ".1f", 1 / 1024),
+        tables.number("difference of gradients", "gradient_difference", ".3f"),
+    ]
+    return Table.of(records, columns, _title(records))
+
+
 def _table(records: Sequence[Record]) -> Table:
     """A table of one kind: shapes and variants down, without columns that were not measured."""
+    if records[0].case["kind"] == "parts":
+        return _parts_table(records)
     notes = Notes()
 
     def ms(title: str, name: str, digits: int) -> Column:
         return Column(title, lambda r: tables.cell(r, tables.spread(r, digits, name), notes))
 
     times = [ms("ms (p20–p80)", "ms", 0)]
-    if records[0].case["kind"] not in STEPS:
+    if records[0].case["kind"] == "attention":
         passes = ("forward", "backward")
         times = [ms(f"{x} ms (p20–p80)", f"{x}_device_ms", 2) for x in passes]
     has_equal_rows = records[0].case["kind"] == "memory"  # else their memory does not compare
@@ -287,6 +339,7 @@ _WHAT = {
     "eager": "eager step",
     "compiled": "compiled step",
     "memory": "eager step on one group in one row",
+    "parts": "eager step in parts",
 }
 
 
@@ -294,7 +347,7 @@ def _title(records: Sequence[Record]) -> str:
     case = records[0].case
     heads, kv_heads, head_dim = case["heads"]
     of = tables.model_title(records[0])
-    if case["kind"] not in STEPS:
+    if case["kind"] == "attention":
         of = f"{heads} query and {kv_heads} KV heads of {head_dim}"
     ran = f"{ran_on(records[0].environment, ('transformers', *PACKAGES))}{commits_of(records)}"
     return f"{of}, {_WHAT[case['kind']]}, forward and backward; {case['dtype']}; {ran}"
