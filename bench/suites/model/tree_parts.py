@@ -1,7 +1,7 @@
 """What the suite "trees" measures of trees in parts: time and peak memory of a training step.
 
-A step is the loss of all samples' tokens, and its backward, on a model with random weights and a
-vocabulary of 32,000, whose logits are a small part of the memory. Variants: "whole" is one forward
+A step is the loss of all samples' tokens, by chunks of them, and its backward, on a model with
+random weights and a vocabulary of 32,000. Variants: "whole" is one forward
 of the tree, "checkpointed" the same with every layer recomputed, "repeated:auto" the samples
 without sharing in packed rows, and "parts:N" parts of at most N tokens. The gradients of two
 weights are compared with those of the first variant.
@@ -9,8 +9,9 @@ weights are compared with those of the first variant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +31,9 @@ MOST_DIFFERENCE = 0.1
 """Of the gradients of two variants in bf16, over their norm; two kernels differ by 0.04."""
 
 
-def measure_parts(
-    case: TreeCase, variants: Sequence[str], options: Options, slow_s: float
-) -> list[Finding]:
+def measure_parts(case: TreeCase, variants: Sequence[str], options: Options) -> list[Finding]:
     """Check and time the variants of a case."""
-    step = PartsStep(case, options)
-    return measure_variants(variants, step.check, options, slow_s=slow_s)
+    return measure_variants(variants, PartsStep(case, options).check, options)
 
 
 class PartsStep:
@@ -91,30 +89,35 @@ class PartsStep:
 
     def in_parts(self, max_tokens: int) -> list[int]:
         """In parts, one after another."""
-        tokens = []
-        for part in self.shared.parts(self.model, max_tokens):
-            self.model(**part).loss.backward()
-            tokens.append(part.tokens.numel())
-        return tokens
+        base = self.model.get_decoder()
+        return [self.backward(part) for part in self.shared.parts(base, max_tokens)]
 
     def whole(self) -> list[int]:
         """The row of the tree."""
-        self.model(**self.shared.batch()).loss.backward()
-        return [self.shared.layout.total_tokens]
+        return [self.backward(self.shared.batch())]
 
     def repeated(self) -> list[int]:
         """Packed rows of the samples, each with its whole path."""
-        labels = sum(len(sample) - 1 for sample in self.samples)
         tokens = []
         for row in self.case.rows([torch.tensor(x) for x in self.samples]):
             layout = fv.PackedLayout.from_lengths(list(map(len, row)), device=self.device)
             ids = torch.cat(list(row))[None].to(self.device)
-            targets = ids.clone()
-            targets[0, layout.cu_seqlens[:-1].long()] = IGNORE_INDEX
-            of_row = {"input_ids": ids, "labels": targets, "packed_layout": layout}
-            self.model(**of_row, num_items_in_batch=labels).loss.backward()
-            tokens.append(ids.shape[1])
+            labels = ids.roll(-1, 1)
+            labels[0, layout.cu_seqlens[1:].long() - 1] = IGNORE_INDEX
+            counts = torch.ones_like(ids)
+            of_row = {"input_ids": ids, "packed_layout": layout}
+            tokens.append(self.backward(of_row | {"shift_labels": labels, "label_counts": counts}))
         return tokens
+
+    def backward(self, row: Mapping[str, Any]) -> int:
+        """Add the gradients of a row's loss, by chunks of tokens; return its number of tokens."""
+        inputs = {name: row[name] for name in ("input_ids", "packed_layout")}
+        hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state
+        head = self.model.get_output_embeddings()
+        logprobs = fv.token_logprobs(hidden, row["shift_labels"], head=head)
+        labels = sum(len(sample) - 1 for sample in self.samples)
+        (-(logprobs * row["label_counts"]).sum() / labels).backward()
+        return int(row["input_ids"].numel())
 
     def gradients(self) -> dict[str, Tensor]:
         """Of a weight of the first and one of the last layer, on the host."""

@@ -117,7 +117,7 @@ class Trees(Suite[TreeCase]):
 
     def measure(self, case: TreeCase, variants: Sequence[str], options: Options) -> Findings:
         if case.kind == "parts":
-            return measure_parts(case, variants, options, SLOW_S)
+            return measure_parts(case, variants, options)
         if case.kind == "attention":
             return measure_trees(case, variants, REPEATED + _kernel(options), options)
         for variant in variants:
