@@ -1,10 +1,10 @@
 """What the suite "trees" measures of trees in parts: time and peak memory of a training step.
 
 A step is the loss of all samples' tokens, by chunks of them, and its backward, on a model with
-random weights and a vocabulary of 32,000. Variants: "whole" is one forward
-of the tree, "checkpointed" the same with every layer recomputed, "repeated:auto" the samples
-without sharing in packed rows, and "parts:N" parts of at most N tokens. The gradients of two
-weights are compared with those of the first variant.
+random weights and a vocabulary of 32,000. Variants: "whole" is one forward of the tree,
+"checkpointed" the same with every layer recomputed, "repeated:auto" the samples without sharing in
+packed rows, recomputed too, and "parts:N" parts of at most N tokens, which "checkpointed:parts:N"
+recomputes. The gradients of two weights are compared with those of the first variant.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.runner.suite import Finding, Options
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
 
-PARTS = "parts:"
-"""Begins a variant that runs in parts; the most tokens of a part follow."""
+CHECKPOINTED, PARTS = "checkpointed:", "parts:"
+"""Begin a variant whose layers are recomputed, and one in parts of at most so many tokens."""
 VOCABULARY = 32_000
 MOST_DIFFERENCE = 0.1
 """Of the gradients of two variants in bf16, over their norm; two kernels differ by 0.04."""
@@ -73,15 +73,15 @@ class PartsStep:
     def call(self, name: str) -> Callable[[], list[int]]:
         """A step; it returns the tokens of each forward that has a backward."""
         step: Callable[[], list[int]] = self.whole
-        if name.startswith(PARTS):
-            step = partial(self.in_parts, int(name.removeprefix(PARTS)))
+        if PARTS in name:
+            step = partial(self.in_parts, int(name.rpartition(PARTS)[2]))
         elif name.startswith(REPEATED):
             step = self.repeated
 
         def run() -> list[int]:
             self.model.zero_grad()
             self.model.gradient_checkpointing_disable()
-            if not name.startswith(PARTS) and name != "whole":
+            if name != "whole" and not name.startswith(PARTS):
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
             return step()
 

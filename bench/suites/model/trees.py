@@ -28,7 +28,7 @@ from flexvarlen.bench.suites.model.tree_cases import (
     Tree,
     TreeCase,
 )
-from flexvarlen.bench.suites.model.tree_parts import PARTS, measure_parts
+from flexvarlen.bench.suites.model.tree_parts import CHECKPOINTED, PARTS, measure_parts
 from flexvarlen.bench.suites.model.tree_runs import TreeSteps, measure_trees, split_variant
 from flexvarlen.report.records import Record, by_machine, commits_of, grouped, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table, shown
@@ -58,6 +58,8 @@ TASK: tuple[Shape, Shape] = (
     ((1, 40), (3, 10), (2, 8), (2, 6)),
 )
 """An agent's task: 96 samples of about 9,700 tokens, in a tree of about 114,000."""
+HALF: tuple[Shape] = (((1, 6000), (3, 2000), *TASK[0][2:]),)
+"""Half of it, which a model with recurrent layers runs in one forward."""
 TASKS: tuple[Shape, ...] = (
     *(((1, 1000), (tasks, 5000), *TASK[0][1:]) for tasks in (1, 2, 4, 9)),
     ((1, 1000), (9, 5000), *TASK[0][1:3], (8, 750)),
@@ -91,7 +93,7 @@ class Trees(Suite[TreeCase]):
             hybrid("eager", CHAIN[small], form="chain"),
             dense("attention", TASK[small], form="paths"),
             dense("parts", TASK[small], form="paths"),
-            hybrid("parts", TASK[small], form="paths"),
+            hybrid("parts", (TASK if small else HALF)[small], form="paths"),
             *(
                 _case("parts", x, options, geometry=SMALL, form="paths")
                 for x in (() if small else TASKS)
@@ -101,7 +103,7 @@ class Trees(Suite[TreeCase]):
     def variants(self, case: TreeCase, options: Options) -> Sequence[str]:
         if case.kind == "parts":
             if case.geometry == SMALL:
-                return ["checkpointed", f"{PARTS}16384"]
+                return ["checkpointed", f"{PARTS}16384", f"{CHECKPOINTED}{PARTS}16384"]
             budgets = (100, 40) if options.is_small else (49_152, 32_768, 16_384, 8192)
             first = ["whole"] if is_hybrid(case.geometry) else [f"{REPEATED}auto", "checkpointed"]
             return [*first, *(f"{PARTS}{tokens}" for tokens in budgets)]
@@ -154,7 +156,7 @@ def _case(
     tokens = QUICK_TOKENS if small else ROW_TOKENS
     groups = max(1, tokens // sum(Tree.of(levels, 1).lengths))
     groups = (QUICK_GROUPS if small else GROUPS).get(form, groups)
-    if levels in (*TASK, *TASKS):
+    if levels in (*TASK, *HALF, *TASKS):
         groups = 1
     if kind == "memory":
         groups, tokens = 1, sum(map(len, Tree.of(levels, 1).paths()))
