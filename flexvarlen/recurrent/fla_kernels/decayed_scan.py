@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from flexvarlen.recurrent.documents import CHUNK
-from flexvarlen.recurrent.fla_kernels.fake_outputs import (
+from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
+from flexvarlen.recurrent.fla_kernels.levels import Boundaries
+from flexvarlen.recurrent.fla_kernels.outputs import (
     first_kept,
     gradients_of,
     like,
     state_gradient,
     states_of_forward,
 )
-from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
-from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 from flexvarlen.recurrent.fla_kernels.states import decayed_state_gradients, decayed_states
 
 

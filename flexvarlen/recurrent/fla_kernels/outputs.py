@@ -1,4 +1,4 @@
-"""Outputs of fake implementations, and which outputs and boundaries have gradients."""
+"""The outputs of the operators: fake ones, and what has a gradient."""
 
 from __future__ import annotations
 
