@@ -1,11 +1,11 @@
 """`tree_logprobs`: the log-probabilities of a tree's labels, for any loss, in parts.
 
-Shapes: T = tokens of the row of trees.
+Shapes: T = tokens of the row of trees, K = scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import require_int_at_least
-from flexvarlen.layout.logprobs import token_logprobs
+from flexvarlen.layout.logprobs import token_scores
 from flexvarlen.packing.prefixes import SharedPrefixes
 from flexvarlen.patches.api import current_patch
 from flexvarlen.patches.inner_model import transformers_model
@@ -59,6 +59,32 @@ def tree_logprobs(
     >>> logprobs = fv.tree_logprobs(model, shared, max_tokens=16_384)  # doctest: +SKIP
     >>> loss_of(shared.unfold(logprobs)).backward()  # doctest: +SKIP
     """
+    return tree_scores(
+        model,
+        shared,
+        ("log_probs",),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def tree_scores(
+    model: nn.Module,
+    shared: SharedPrefixes,
+    names: Sequence[str],
+    *,
+    learned: Sequence[str] = ("log_probs",),
+    max_tokens: int | None = None,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> Tensor:
+    """Scores of each token's label, `[K, T]`, as `tree_logprobs`.
+
+    Args:
+        names: K names in `flexvarlen.layout.logprobs.SCORES`.
+        learned: those with gradients.
+    """
     if not isinstance(temperature, Real) or not 0 < temperature < float("inf"):
         raise ValueError(
             f"temperature must be a positive number, got {temperature!r}; pass that of sampling."
@@ -79,38 +105,41 @@ def tree_logprobs(
     def of_part(part: PartBatch) -> Tensor:
         inputs = {name: part[name] for name in ("input_ids", "packed_layout")}
         hidden = base(**inputs, use_cache=False).last_hidden_state
-        return token_logprobs(
-            hidden,
-            part["shift_labels"],
+        found = token_scores(
+            hidden[0],
+            part["shift_labels"][0],
+            names,
             head=lambda x: head(x) / temperature,
             chunk_tokens=chunk_tokens,
-        )[0]
+        )
+        scores = zip(names, found, strict=True)
+        return torch.stack([x if name in learned else x.detach() for name, x in scores])
 
     tokens = shared.layout.total_tokens
     if max_tokens is None or require_int_at_least("max_tokens", max_tokens, 1) >= tokens:
-        return of_part(PartBatch(shared.batch()))[None]
+        return of_part(PartBatch(shared.batch()))
 
-    def run(grad_T: Tensor | None) -> Tensor:
-        """The result `[T]`, or with its gradient, a backward of every part."""
+    def run(grad_KT: Tensor | None) -> Tensor:
+        """The result `[K, T]`, or with its gradient, a backward of every part."""
         found = None
         for part in shared.parts(base, max_tokens):
             on_device = part.tokens.to(shared.input_ids.device)
             own = of_part(part)
-            if grad_T is not None:
-                own.backward(grad_T[on_device])  # type: ignore[no-untyped-call]
+            if grad_KT is not None:
+                own.backward(grad_KT[:, on_device])  # type: ignore[no-untyped-call]
             else:
-                found = own.new_zeros(tokens) if found is None else found
-                found.index_copy_(0, on_device, own)
+                found = own.new_zeros(len(names), tokens) if found is None else found
+                found.index_copy_(1, on_device, own)
         return shared.input_ids.new_zeros(0) if found is None else found
 
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())
     if not needs_grad:
         with torch.no_grad():
-            return run(None)[None]
+            return run(None)
     check_trains_in_parts(model)
     anchor = torch.zeros((), device=shared.input_ids.device, requires_grad=True)
     result: Tensor = _InParts.apply(anchor, run, _autocast_of(shared.input_ids.device.type))  # type: ignore[no-untyped-call]
-    return result[None]
+    return result
 
 
 def _autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:
