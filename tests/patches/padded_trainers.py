@@ -365,7 +365,7 @@ def check_run(case, folder, **changes):
         assert log.keys() == expected.keys()
         differ |= {name for name, x in expected.items() if not _close(name, log[name], x)}
     if changes.get("share_prefixes"):
-        assert differ <= set(case.reads_padding)
+        assert differ <= set(case.reads_padding), differ
     else:
         assert differ == set(case.reads_padding)
         assert rows.count(1) >= 2 if case.generates else set(rows) == {1}

@@ -1,4 +1,4 @@
-"""`patch_trainer` with `tokens_per_part`: a step is one tree, and learns what the padded one does."""
+"""`patch_trainer(tokens_per_part=...)`: a step is one tree, and learns what padded batches do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.patches.padded_trainers import (
     LORA,
     REWARD,
     check_run,
-    preferences,
     run,
     trl,
 )
@@ -49,7 +48,9 @@ OTHERS = {
         gradient_accumulation_steps=3, steps_per_generation=4, **EPOCH
     ),
     "grpo_evaluation": replace(GROUPS.varied(max_steps=1), evaluates=True),
-    "rloo_lora": CASES["rloo"].varied(**ANSWERS, peft_config=LORA, num_iterations=2),
+    "rloo_lora": CASES["rloo"].varied(
+        **ANSWERS, peft_config=LORA, num_iterations=2, learning_rate=0.01
+    ),
     "gmpo": CASES["gmpo"].varied(**ANSWERS),
     "dpo": PAIRS,
     "dpo_weighted": PAIRS.varied(use_weighting=True, ld_alpha=0.5, max_steps=1),
@@ -67,3 +68,131 @@ def test_a_step_learns_what_the_padded_one_learns(name, tokens_per_part, tmp_pat
 @pytest.mark.parametrize("name", OTHERS)
 def test_settings(name, tmp_path):
     check_run(OTHERS[name], tmp_path, share_prefixes=True, tokens_per_part=SMALL)
+
+
+@pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document after another")
+@pytest.mark.parametrize("kind", ["granite", "qwen3_5_text"])
+def test_kinds(kind, tmp_path):
+    """One whose logits are scaled, and a hybrid."""
+    changes = {"kind": kind, "learning_rate": 0.01, "max_steps": 1}
+    check_run(GROUPS, tmp_path, share_prefixes=True, tokens_per_part=SMALL, **changes)
+
+
+@pytest.mark.parametrize("tokens_per_part", [WHOLE, SMALL])
+def test_under_autocast(tokens_per_part, tmp_path):
+    """accelerate's: against trees of micro-batches, as the padded run samples other tokens."""
+    changes = {"bf16": True, "max_steps": 1, "patched": True, "share_prefixes": True}
+    logs, exact, _ = run(GROUPS, tmp_path / "each", **changes)
+    ours, found, _ = run(GROUPS, tmp_path / "one", tokens_per_part=tokens_per_part, **changes)
+    assert ours[0]["kl"] == pytest.approx(logs[0]["kl"], rel=1e-2)
+    for name, gradient in exact[0].items():
+        assert (found[0][name] - gradient).norm() <= 0.05 * gradient.norm(), name
+
+
+# ---- tokens that run ----
+
+
+def tokens_run(trainer):
+    """The tokens of each forward of the base model on a row of trees, and whether it learns."""
+    seen = []
+
+    def note(module, args, given):
+        if given.get("packed_layout") is not None:
+            seen.append((given["input_ids"].numel(), torch.is_grad_enabled()))
+
+    trainer.model.model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen
+
+
+def trained(tmp_path, tokens_per_part, **changes):
+    """A trainer after its run, the tokens of its forwards, and those of a step's tree."""
+    trainer = GROUPS.make(tmp_path, **{"beta": 0.0, "max_steps": 1, **changes})
+    fv.patch_trainer(trainer, "sdpa", share_prefixes=True, tokens_per_part=tokens_per_part)
+    seen = tokens_run(trainer)
+    trainer.train()
+    batches = [tree_trainer._completions(batch) for batch in trainer._buffered_inputs]
+    rows = [sample for batch in batches for sample in batch.samples()]
+    assert len(rows) == 8
+    return trainer, seen, fv.share_prefixes(rows).layout.total_tokens
+
+
+def test_each_token_runs_once_a_step(tmp_path):
+    _, seen, tokens = trained(tmp_path, WHOLE)
+    assert seen == [(tokens, True)]
+
+
+def test_old_log_probabilities_are_those_of_one_tree(tmp_path):
+    _, seen, tokens = trained(tmp_path, WHOLE, num_iterations=2, max_steps=2)
+    assert seen == [(tokens, False), (tokens, True), (tokens, True)]
+
+
+def test_each_token_runs_in_one_part(tmp_path):
+    _, seen, tokens = trained(tmp_path, SMALL)
+    learning = [n for n, learns in seen if learns]
+    assert max(n for n, _ in seen) <= SMALL < sum(learning) == tokens
+    without = sum(n for n, learns in seen if not learns)
+    assert tokens <= without < 2 * tokens  # the values first; then segments that others continue
+
+
+# ---- what cannot be served ----
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "error", "words"),
+    [
+        (GROUPS, {"tokens_per_part": SMALL}, ValueError, "must be used with share_prefixes=True"),
+        (GROUPS, {"tokens_per_part": 0}, ValueError, "tokens_per_part must be an integer"),
+        (REWARD, {"tokens_per_part": SMALL}, ValueError, "KTOTrainer of TRL, got RewardTrainer"),
+        (
+            GROUPS.varied(cast_lm_head_to_fp32=True),
+            {"tokens_per_part": SMALL},
+            NotImplementedError,
+            "cast_lm_head_to_fp32; leave tokens_per_part out",
+        ),
+    ],
+)
+def test_refusals(case, options, error, words, tmp_path):
+    trainer = case.make(tmp_path)
+    sharing = {} if "share_prefixes=True" in words else {"share_prefixes": True}
+    with pytest.raises(error, match=words):
+        fv.patch_trainer(trainer, "sdpa", **sharing, **options)
+    assert not fv.is_patched(trainer.model)
+
+
+def test_a_routers_loss_is_refused(tmp_path):
+    trainer = GROUPS.make(tmp_path, kind="mixtral")
+    with pytest.raises(NotImplementedError, match="a router's loss: set router_aux_loss_coef=0"):
+        fv.patch_trainer(trainer, "sdpa", share_prefixes=True, tokens_per_part=SMALL)
+
+
+def test_images_are_refused(tmp_path):
+    trainer = GROUPS.make(tmp_path)
+    fv.patch_trainer(trainer, "sdpa", share_prefixes=True, tokens_per_part=SMALL)
+    ids = torch.ones(2, 6, dtype=torch.int64)
+    with pytest.raises(ValueError, match="batches of text alone, got a batch with pixel_values"):
+        trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, ids, 2, pixel_values=torch.ones(2, 3), num_images=[1, 1]
+        )
+
+
+class TwoPasses(trl.GRPOTrainer):
+    """A user's loss, of two passes of the policy."""
+
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, inputs) + super()._compute_loss(model, inputs)
+
+
+def test_a_loss_of_two_passes_is_refused(tmp_path):
+    trainer = GROUPS.make(tmp_path)
+    trainer.__class__ = TwoPasses
+    fv.patch_trainer(trainer, "sdpa", share_prefixes=True, tokens_per_part=SMALL)
+    with pytest.raises(RuntimeError, match="run in their order, each once with gradients"):
+        trainer.train()
+
+
+def test_a_generation_whose_steps_split_groups(tmp_path):
+    trainer = GROUPS.make(
+        tmp_path, num_generations=3, gradient_accumulation_steps=2, generation_batch_size=12
+    )
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps must .*, got 4 and 3"):
+        fv.patch_trainer(trainer, "sdpa", share_prefixes=True, tokens_per_part=SMALL)
