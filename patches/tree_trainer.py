@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.packing.prefixes import share_prefixes
+from flexvarlen.patches.batch import shared_rows
 from flexvarlen.patches.tree_logprobs import tree_scores
 
 
@@ -43,15 +44,18 @@ class PaddedRows(NamedTuple):
             scores_KT: of the tree.
             paths: of its rows in the tree.
         """
-        real = self.attention_mask.cpu().bool()
-        index = torch.zeros(real.shape, dtype=torch.int64)
-        has_label = torch.zeros_like(real)
+        (rows, columns), device = self.labels.shape, scores_KT.device
+        real, has_label = self.attention_mask.cpu().bool(), (self.labels != IGNORE_INDEX).cpu()
+        slots, index = [], []
         for row, path in enumerate(paths):
-            columns = real[row].nonzero()[1:, 0]  # no token predicts the first
-            index[row, columns], has_label[row, columns] = path[:-1], True
-        device = scores_KT.device
-        counts = has_label.to(device) & (self.labels != IGNORE_INDEX)
-        return torch.where(counts, scores_KT[:, index.to(device)], 0)[:, :, 1:]
+            predicted = real[row].nonzero()[1:, 0]  # no token predicts the first
+            counts = has_label[row, predicted]
+            slots.append(row * columns + predicted[counts])
+            index.append(path[:-1][counts])
+        found = scores_KT.index_select(1, torch.cat(index).to(device))
+        padded = found.new_zeros(len(found), rows * columns)
+        padded = padded.index_copy(1, torch.cat(slots).to(device), found)
+        return padded.view(-1, rows, columns)[:, :, 1:]
 
 
 class _StepScores:
@@ -138,7 +142,11 @@ class StepTrees:
         self, model: nn.Module, batches: Sequence[PaddedRows]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         samples = [sample for batch in batches for sample in batch.samples()]
-        shared = share_prefixes(samples, device=batches[0].input_ids.device)
+        shared = share_prefixes(
+            samples,
+            device=batches[0].input_ids.device,
+            min_tokens=shared_rows.MIN_SHARED_TOKENS,
+        )
         with self._autocast():
             return self._scores_of(model, shared), shared.paths
 

@@ -9,6 +9,7 @@ import torch
 
 import flexvarlen as fv
 from flexvarlen.patches import tree_trainer
+from flexvarlen.patches.batch import shared_rows
 from tests.patches.padded_trainers import (
     CASES,
     DPO,
@@ -20,7 +21,14 @@ from tests.patches.padded_trainers import (
     trl,
 )
 
-pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+pytestmark = pytest.mark.usefixtures("fresh_accelerate", "short_prefixes")
+
+
+@pytest.fixture
+def short_prefixes(monkeypatch):
+    """The tests' prompts are short."""
+    monkeypatch.setattr(shared_rows, "MIN_SHARED_TOKENS", 1)
+
 
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 ANSWERS = {**ACCUMULATED, "num_generations": 4}
@@ -71,7 +79,7 @@ def test_settings(name, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document after another")
-@pytest.mark.parametrize("kind", ["granite", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["cohere2", "qwen3_5_text"])
 def test_kinds(kind, tmp_path):
     """One whose logits are scaled, and a hybrid."""
     changes = {"kind": kind, "learning_rate": 0.01, "max_steps": 1}
@@ -87,6 +95,16 @@ def test_under_autocast(tokens_per_part, tmp_path):
     assert ours[0]["kl"] == pytest.approx(logs[0]["kl"], rel=1e-2)
     for name, gradient in exact[0].items():
         assert (found[0][name] - gradient).norm() <= 0.05 * gradient.norm(), name
+
+
+def test_preferences_under_autocast(tmp_path):
+    trainer = PAIRS.make(tmp_path, bf16=True, max_steps=1)
+    fv.patch_trainer(trainer, "sdpa", share_prefixes=True, tokens_per_part=SMALL)
+    dtypes = set()
+    layer = trainer.model.model.layers[0].self_attn.q_proj
+    layer.register_forward_hook(lambda _, __, out: dtypes.add(out.dtype))
+    trainer.train()
+    assert dtypes == {torch.bfloat16}
 
 
 # ---- tokens that run ----
