@@ -80,8 +80,8 @@ class _StepScores:
         Raises:
             RuntimeError: another one is given.
         """
-        batch = next(self._batches)
-        if not all(map(torch.equal, batch, given)):
+        batch = next(self._batches, None)
+        if batch is None or not all(map(torch.equal, batch, given)):
             raise RuntimeError(
                 "the micro-batches of a step must run in their order, each once with gradients, "
                 f"got another one of {len(given.input_ids)} rows; leave tokens_per_part out."
@@ -132,8 +132,7 @@ class StepTrees:
         if not torch.is_grad_enabled():
             scores_KT, paths = self._run(model, [given])
             return given.scores(scores_KT, paths)
-        if not self._step.left:
-            batches = self.upcoming(self._ran)
+        if not self._step.left and (batches := self.upcoming(self._ran)):
             self._step = _StepScores(batches, *self._run(model, batches))
         self._ran += 1
         return self._step.next(given)

@@ -200,8 +200,10 @@ class TwoPasses(trl.GRPOTrainer):
         return super()._compute_loss(model, inputs) + super()._compute_loss(model, inputs)
 
 
-def test_a_loss_of_two_passes_is_refused(tmp_path):
-    trainer = GROUPS.make(tmp_path)
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_loss_of_two_passes_is_refused(micro_batches, tmp_path):
+    changes = {"per_device_train_batch_size": 8 // micro_batches}
+    trainer = GROUPS.make(tmp_path, gradient_accumulation_steps=micro_batches, **changes)
     trainer.__class__ = TwoPasses
     fv.patch_trainer(trainer, "sdpa", share_prefixes=True, tokens_per_part=SMALL)
     with pytest.raises(RuntimeError, match="run in their order, each once with gradients"):
