@@ -37,7 +37,7 @@ class PaddedRows(NamedTuple):
         rows = zip(ids, mask.bool(), labels, strict=True)
         return [{"input_ids": x[real], "labels": y[real]} for x, real, y in rows]
 
-    def scores(self, scores_KT: Tensor, paths: Sequence[Tensor]) -> Tensor:
+    def scores_of(self, scores_KT: Tensor, paths: Sequence[Tensor]) -> Tensor:
         """Those of its labels, `[K, B, S - 1]`, from those of a tree; 0 where none counts.
 
         Args:
@@ -63,15 +63,15 @@ class _StepScores:
 
     Args:
         batches: all of them, in their order.
-        scores_KT: of their tree.
+        scores: of their tree, each `[T]`, log-probabilities first.
         paths: of all their rows.
     """
 
     def __init__(
-        self, batches: Sequence[PaddedRows], scores_KT: Tensor, paths: Sequence[Tensor]
+        self, batches: Sequence[PaddedRows], scores: Sequence[Tensor], paths: Sequence[Tensor]
     ) -> None:
-        self._batches, self._paths, self._scores = iter(batches), iter(paths), scores_KT
-        self._leaf = scores_KT.detach().requires_grad_()
+        self._batches, self._paths, self._scores = iter(batches), iter(paths), scores
+        self._leaf = torch.stack([x.detach() for x in scores]).requires_grad_()
         self.left = len(batches)
 
     def next(self, given: PaddedRows) -> Tensor:
@@ -89,11 +89,15 @@ class _StepScores:
         self.left -= 1
         if not self.left:
             self._leaf.register_post_accumulate_grad_hook(self._backward)
-        return batch.scores(self._leaf, [next(self._paths) for _ in batch.input_ids])
+        return batch.scores_of(self._leaf, [next(self._paths) for _ in batch.input_ids])
 
     def _backward(self, leaf: Tensor) -> None:
-        scores, self._scores = self._scores, leaf.detach()
-        scores.backward(leaf.grad)  # type: ignore[no-untyped-call]
+        """Run the model's backward; without the scores that no loss reads, which cost as much."""
+        assert leaf.grad is not None
+        pairs = list(zip(self._scores, leaf.grad, strict=True))
+        self._scores = ()
+        used = pairs[:1] + [pair for pair in pairs[1:] if pair[1].any()]
+        torch.autograd.backward([x for x, _ in used], [x for _, x in used])
 
 
 class StepTrees:
@@ -113,25 +117,23 @@ class StepTrees:
 
     def __init__(self, trainer: Any, tokens_per_part: int, names: Sequence[str]) -> None:
         self._names, self._autocast = names, trainer.accelerator.autocast
-        has_bonus = getattr(trainer, "_entropy_bonus_enabled", False)
         self._scores_of = partial(
             tree_scores,
             names=names,
             max_tokens=tokens_per_part,
             temperature=getattr(trainer, "temperature", 1.0),
-            learned=("log_probs", "entropy") if has_bonus else ("log_probs",),
         )
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget the last step."""
-        self._ran, self._step = 0, _StepScores([], torch.zeros(0), [])
+        self._ran, self._step = 0, _StepScores([], [torch.zeros(0)], [])
 
     def scores(self, model: nn.Module, given: PaddedRows) -> Tensor:
         """Scores `[K, B, S - 1]` of a batch; with gradients, it must be the step's next one."""
         if not torch.is_grad_enabled():
-            scores_KT, paths = self._run(model, [given])
-            return given.scores(scores_KT, paths)
+            scores, paths = self._run(model, [given])
+            return given.scores_of(torch.stack(list(scores)), paths)
         if not self._step.left and (batches := self.upcoming(self._ran)):
             self._step = _StepScores(batches, *self._run(model, batches))
         self._ran += 1
@@ -139,7 +141,7 @@ class StepTrees:
 
     def _run(
         self, model: nn.Module, batches: Sequence[PaddedRows]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         samples = [sample for batch in batches for sample in batch.samples()]
         shared = share_prefixes(
             samples,

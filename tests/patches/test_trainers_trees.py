@@ -46,6 +46,10 @@ STEPS = {
 OTHERS = {
     "grpo_lora": GROUPS.varied(peft_config=LORA),
     "grpo_entropy_bonus": GROUPS.varied(entropy_coef=0.1, top_entropy_quantile=0.5),
+    # Their log-probabilities have no gradient.
+    "grpo_equal_rewards": replace(
+        GROUPS.varied(beta=0.0, entropy_coef=0.1), rewards=lambda completions, **_: [1.0] * 8
+    ),
     "grpo_checkpointing": GROUPS.varied(gradient_checkpointing=True, max_grad_norm=0.01),
     "grpo_generation_of_two_steps": GROUPS.varied(steps_per_generation=8, max_steps=4),
     # The epoch's last step has one micro-batch.
@@ -174,6 +178,14 @@ def test_refusals(case, options, error, words, tmp_path):
     sharing = {} if "share_prefixes=True" in words else {"share_prefixes": True}
     with pytest.raises(error, match=words):
         fv.patch_trainer(trainer, "sdpa", **sharing, **options)
+    assert not fv.is_patched(trainer.model)
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    trainer = GROUPS.make(tmp_path)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.raises(NotImplementedError, match="DDP, FSDP or DeepSpeed"):
+        fv.patch_trainer(trainer, "sdpa", share_prefixes=True, tokens_per_part=SMALL)
     assert not fv.is_patched(trainer.model)
 
 
