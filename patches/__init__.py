@@ -7,6 +7,7 @@
 | `context_parallel_trainer.py` | a Trainer whose processes share packed rows |
 | `shard_collator.py` | its collator, which keeps a rank's shard of a row |
 | `trainer_callback.py` | every Trainer's check of a batch's model and loader; a dataset's epoch |
+| `tree_trainer.py` | one tree for each optimizer step of TRL's trainers |
 | `tree_logprobs.py` | `tree_logprobs`: of a tree's labels, for any loss, in parts |
 | `lm_head.py` | `lm_head`: a model's head as a function of hidden states |
 | `api.py` | `patch_model`, `unpatch_model`, `patched` |

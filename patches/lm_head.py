@@ -66,7 +66,7 @@ class _Head:
         # The class's forward, as an instance's forward (patch_model's) is bound to the whole model.
         out = type(self._head).forward(self._head, inputs_embeds=states)
         logits: Tensor = out[0]
-        return logits.view(*hidden.shape[:-1], -1)
+        return logits.view(*hidden.shape[:-1], logits.shape[-1])
 
 
 class _GivenStates(nn.Module):

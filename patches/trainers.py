@@ -19,6 +19,7 @@ from flexvarlen.patches.context_parallel_trainer import enable_context_parallel
 from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import BackendChoice
+from flexvarlen.patches.tree_trainer import step_trees
 from flexvarlen.patches.why_not import why_no_trees
 
 T = TypeVar("T", bound=Trainer)
@@ -30,6 +31,7 @@ def patch_trainer(
     *,
     unpad_to_multiple_of: int | None = None,
     share_prefixes: bool = False,
+    tokens_per_part: int | None = None,
     verify: bool = False,
     context_parallel: int | None = None,
 ) -> T:
@@ -38,11 +40,10 @@ def patch_trainer(
     With `context_parallel`, each packed row is instead sharded over that many processes.
 
     Calls `patch_model(model, unpad=True)` on each transformers model in the trainer's attributes,
-    or
-    in lists among them: the policy, its reference, a teacher, reward models. With LoRA, the policy
-    without its adapter is the reference, and is patched with it. Collators, losses and metrics are
-    unchanged, so their values and the gradients equal those of the padded run, except for metrics
-    that read padding (see docs/preference.md). `generate` runs as before.
+    or in lists among them: the policy, its reference, a teacher, reward models. With LoRA, the
+    policy without its adapter is the reference, and is patched with it. Collators, losses and
+    metrics are unchanged, so their values and the gradients equal those of the padded run, except
+    for metrics that read padding (see docs/preference.md). `generate` runs as before.
 
     With `share_prefixes`, models compute a prefix that rows of a batch share only once: the prompt
     of DPO's chosen and rejected answers, and of GRPO's completions. GRPOTrainer and RLOOTrainer,
@@ -50,6 +51,10 @@ def patch_trainer(
     completions of one prompt, even after their models are unpatched. It does not apply to encoders
     among the reward models, in which rows share nothing. Images of other models than Qwen-VL raise
     an error.
+
+    With `tokens_per_part` too, the rows of all micro-batches of an optimizer step form one tree,
+    which runs in parts of at most so many tokens: of TRL's GRPO, RLOO, DPO and KTO trainers, in one
+    process, with text. Losses stay the trainer's own.
 
     Works with transformers' Trainer in any padded task, and with the trainers of TRL 1.16 in the
     table of docs/preference.md. AsyncGRPOTrainer has its own prefix trees, which raise an error in
@@ -63,6 +68,7 @@ def patch_trainer(
     Args:
         trainer: a trainer whose `train()` has not been called.
         backend, unpad_to_multiple_of, share_prefixes, verify: as in `patch_model`.
+        tokens_per_part: tokens of a part at most, at least 1; None: a tree for each micro-batch.
         context_parallel: number of processes that share a row, a divisor of their total number.
 
     Returns:
@@ -71,9 +77,10 @@ def patch_trainer(
     Raises:
         ValueError: the trainer is not a Trainer, or has `model_init`; with `share_prefixes`,
             batches of shuffled completions cannot contain two of each prompt; with
-            `context_parallel`, the trainer makes padded batches, or a setting needs whole rows.
-        NotImplementedError: a model cannot be patched (see `patch_model`). All models are then
-            unchanged.
+            `tokens_per_part`, another trainer, or `share_prefixes=False`; with `context_parallel`,
+            the trainer makes padded batches, or a setting needs whole rows.
+        NotImplementedError: a model cannot be patched (see `patch_model`), or a setting cannot be
+            combined with `tokens_per_part`. All models are then unchanged.
 
     >>> import flexvarlen as fv  # doctest: +SKIP
     >>> trainer = DPOTrainer(model, args=config, train_dataset=data)  # doctest: +SKIP
@@ -89,8 +96,19 @@ def patch_trainer(
             "trainer must be made with model=, got model_init=, which makes a new model when "
             "training starts; call patch_model(model, unpad=True) inside model_init."
         )
+    if tokens_per_part is not None and not share_prefixes:
+        raise ValueError(
+            "tokens_per_part must be used with share_prefixes=True, got share_prefixes=False; pass "
+            "both."
+        )
     if context_parallel is None:
+        one_tree = None if tokens_per_part is None else step_trees(trainer, tokens_per_part)
+        block_size = _completions_of_block(trainer, one_tree is not None) if share_prefixes else 1
         _unpad_models(trainer, backend, unpad_to_multiple_of, share_prefixes, verify)
+        if block_size > 1:
+            _shuffle_blocks(trainer, block_size)
+        if one_tree is not None:
+            one_tree()
         return trainer
     ranks = require_int_at_least("context_parallel", context_parallel, 2)
     if unpad_to_multiple_of is not None or share_prefixes or verify:
@@ -110,7 +128,6 @@ def _unpad_models(
     verify: bool,
 ) -> None:
     """Patch all models of a trainer with `unpad`, or none."""
-    block_size = _completions_of_block(trainer) if share_prefixes else 1
     with ExitStack() as undo:
         for model in _models(trainer):
             undo.callback(restore, model, current_patch(model))
@@ -122,8 +139,6 @@ def _unpad_models(
                 share_prefixes=share_prefixes and (model is trainer.model or _can_share(model)),
                 verify=verify,
             )
-        if block_size > 1:
-            _shuffle_blocks(trainer, block_size)
         undo.pop_all()
 
 
@@ -168,16 +183,26 @@ def _module_defining_shuffle(trainer: Any) -> dict[str, Any]:
     return next((names for names in modules if _SHUFFLE in names), {})
 
 
-def _completions_of_block(trainer: Any) -> int:
-    """How many completions of a prompt a trainer that shuffles them can keep together, else 1."""
+def _completions_of_block(trainer: Any, one_tree: bool = False) -> int:
+    """How many completions of a prompt a trainer that shuffles them can keep together, else 1.
+
+    Args:
+        trainer: any.
+        one_tree: whether the batches of a step are one tree.
+    """
     of_prompt = getattr(trainer, "num_generations", 1)
     if of_prompt == 1 or not _module_defining_shuffle(trainer):
         return 1
-    rows = trainer.args.per_device_train_batch_size
+    rows, setting = trainer.args.per_device_train_batch_size, "per_device_train_batch_size"
+    if one_tree:
+        if trainer.args.steps_per_generation <= trainer.args.gradient_accumulation_steps:
+            return 1  # a tree has all completions
+        rows *= trainer.args.gradient_accumulation_steps
+        setting += " * gradient_accumulation_steps"
     block_size = math.gcd(rows, of_prompt)
     if block_size == 1:
         raise ValueError(
-            "per_device_train_batch_size must have a divisor in common with num_generations, so "
+            f"{setting} must have a divisor in common with num_generations, so "
             f"that a batch holds completions of one prompt, got {rows} and {of_prompt}; set it to "
             "a multiple of num_generations."
         )

@@ -5,7 +5,7 @@ Shapes: T = tokens of the row of trees.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
 from typing import Any
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import require_int_at_least
-from flexvarlen.layout.logprobs import token_logprobs
+from flexvarlen.layout.labels import IGNORE_INDEX
+from flexvarlen.layout.logprobs import token_scores
 from flexvarlen.packing.prefixes import SharedPrefixes
 from flexvarlen.patches.api import current_patch
 from flexvarlen.patches.inner_model import transformers_model
@@ -59,6 +60,32 @@ def tree_logprobs(
     >>> logprobs = fv.tree_logprobs(model, shared, max_tokens=16_384)  # doctest: +SKIP
     >>> loss_of(shared.unfold(logprobs)).backward()  # doctest: +SKIP
     """
+    (found,) = tree_scores(
+        model,
+        shared,
+        ("log_probs",),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )
+    return found[None]
+
+
+def tree_scores(
+    model: nn.Module,
+    shared: SharedPrefixes,
+    names: Sequence[str],
+    *,
+    max_tokens: int | None = None,
+    temperature: float = 1.0,
+    chunk_tokens: int = 1024,
+) -> Sequence[Tensor]:
+    """Scores of each token's label, as `tree_logprobs`, each `[T]`.
+
+    Args:
+        names: in `flexvarlen.layout.logprobs.SCORES`. In parts, the backward computes those that
+            have gradients.
+    """
     if not isinstance(temperature, Real) or not 0 < temperature < float("inf"):
         raise ValueError(
             f"temperature must be a positive number, got {temperature!r}; pass that of sampling."
@@ -76,41 +103,47 @@ def tree_logprobs(
         )
     base: Any = ModelParts.of(inner).base(inner)
 
-    def of_part(part: PartBatch) -> Tensor:
+    def of_part(part: PartBatch, names: Sequence[str]) -> list[Tensor]:
         inputs = {name: part[name] for name in ("input_ids", "packed_layout")}
-        hidden = base(**inputs, use_cache=False).last_hidden_state
-        return token_logprobs(
-            hidden,
-            part["shift_labels"],
+        hidden = base(**inputs, use_cache=False).last_hidden_state[0]
+        labels = part["shift_labels"][0]
+        index = (labels != IGNORE_INDEX).nonzero()[:, 0]  # the head runs on these alone
+        found = token_scores(
+            hidden.index_select(0, index),
+            labels[index],
+            names,
             head=lambda x: head(x) / temperature,
             chunk_tokens=chunk_tokens,
-        )[0]
+        )
+        return [x.new_zeros(len(labels)).index_copy(0, index, x) for x in found]
 
     tokens = shared.layout.total_tokens
     if max_tokens is None or require_int_at_least("max_tokens", max_tokens, 1) >= tokens:
-        return of_part(PartBatch(shared.batch()))[None]
+        return of_part(PartBatch(shared.batch()), names)
 
-    def run(grad_T: Tensor | None) -> Tensor:
-        """The result `[T]`, or with its gradient, a backward of every part."""
-        found = None
+    def run(gradients: dict[str, Tensor] | None) -> list[Tensor]:
+        """The scores `[T]`, or with the gradients of some of them, a backward of every part."""
+        found: list[Tensor] = []
         for part in shared.parts(base, max_tokens):
             on_device = part.tokens.to(shared.input_ids.device)
-            own = of_part(part)
-            if grad_T is not None:
-                own.backward(grad_T[on_device])  # type: ignore[no-untyped-call]
-            else:
-                found = own.new_zeros(tokens) if found is None else found
-                found.index_copy_(0, on_device, own)
-        return shared.input_ids.new_zeros(0) if found is None else found
+            own = of_part(part, names if gradients is None else list(gradients))
+            if gradients is not None:
+                torch.autograd.backward(own, [x[on_device] for x in gradients.values()])
+                continue
+            found = found or [x.new_zeros(tokens) for x in own]
+            for total, x in zip(found, own, strict=True):
+                total.index_copy_(0, on_device, x)
+        return found
 
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())
     if not needs_grad:
         with torch.no_grad():
-            return run(None)[None]
+            return run(None)
     check_trains_in_parts(model)
-    anchor = torch.zeros((), device=shared.input_ids.device, requires_grad=True)
-    result: Tensor = _InParts.apply(anchor, run, _autocast_of(shared.input_ids.device.type))  # type: ignore[no-untyped-call]
-    return result[None]
+    device = shared.input_ids.device
+    anchor = torch.zeros((), device=device, requires_grad=True)
+    result: tuple[Tensor, ...] = _InParts.apply(anchor, run, names, _autocast_of(device.type))  # type: ignore[no-untyped-call]
+    return result
 
 
 def _autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -126,21 +159,24 @@ class _InParts(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: Tensor,
-        run: Callable[[Tensor | None], Tensor],
+        run: Callable[[dict[str, Tensor] | None], list[Tensor]],
+        names: Sequence[str],
         autocast: Callable[[], AbstractContextManager[Any]],
-    ) -> Tensor:
-        ctx.run, ctx.autocast = run, autocast
+    ) -> tuple[Tensor, ...]:
+        ctx.run, ctx.names, ctx.autocast = run, names, autocast
+        ctx.set_materialize_grads(False)
         with no_random_numbers(anchor.device):
-            return run(None)
+            return tuple(run(None))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         if ctx.run is None:
             raise RuntimeError(
                 "tree_logprobs in parts runs backward once, got a second backward; sum the losses "
                 "before backward()."
             )
         run, ctx.run = ctx.run, None
+        given = {name: x for name, x in zip(ctx.names, grads, strict=True) if x is not None}
         with torch.enable_grad(), ctx.autocast():
-            run(grad)
-        return grad.new_zeros(()), None, None
+            run(given)
+        return next(iter(given.values())).new_zeros(()), None, None, None

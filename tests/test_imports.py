@@ -31,6 +31,7 @@ ORDER = (
     "patches.trainers",
     "patches.context_parallel_trainer",
     "patches.shard_collator",
+    "patches.tree_trainer",
     "patches.tree_logprobs",
     "patches.embed",
     "patches.embed_rows",

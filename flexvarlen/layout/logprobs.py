@@ -6,7 +6,7 @@ C = tokens of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +98,8 @@ def document_logprobs(
     require_labels("labels", labels, layout.total_tokens, layout.device)
     labels_T = labels.reshape(-1).masked_fill(unpredicted_tokens(layout), IGNORE_INDEX)
     next_T = labels_T.roll(-1)  # the row's first label, ignored, comes last
-    found = _by_chunk(x_TH, next_T, head, chunk_tokens, entropy=entropy)
+    names = ("log_probs", "entropy") if entropy else ("log_probs",)
+    found = _by_chunk(x_TH, next_T, head, chunk_tokens, names)
     # From the position that predicts to the token that it predicts.
     per_token, *rest = (each.roll(1) for each in found)
     sums = sum_documents(per_token, cu_seqlens)
@@ -141,9 +142,26 @@ def token_logprobs(
     tensor([[-0.6931, -0.6931,  0.0000]])
     """
     require_tensor("x", x)
+    return token_scores(x, shift_labels, ("log_probs",), head=head, chunk_tokens=chunk_tokens)[0]
+
+
+def token_scores(
+    x: Tensor,
+    shift_labels: Tensor,
+    names: Sequence[str],
+    *,
+    head: Callable[[Tensor], Tensor] | None = None,
+    chunk_tokens: int = 1024,
+) -> list[Tensor]:
+    """What `names` in `SCORES` say of each token's next token, as `token_logprobs`.
+
+    Returns:
+        For each name `[...]`; 0 where the label is -100.
+    """
+    require_tensor("x", x)
     require_labels("shift_labels", shift_labels, x.shape[:-1].numel(), x.device)
-    (found,) = _by_chunk(x.flatten(0, -2), shift_labels.reshape(-1), head, chunk_tokens)
-    return found.view(shift_labels.shape)
+    found = _by_chunk(x.flatten(0, -2), shift_labels.reshape(-1), head, chunk_tokens, names)
+    return [each.view(shift_labels.shape) for each in found]
 
 
 def require_labels(name: str, labels: Any, tokens: int, device: torch.device) -> None:
@@ -161,9 +179,9 @@ def require_labels(name: str, labels: Any, tokens: int, device: torch.device) ->
 
 
 def _by_chunk(
-    x_TH: Tensor, next_T: Tensor, head: Any, chunk_tokens: int, *, entropy: bool = False
+    x_TH: Tensor, next_T: Tensor, head: Any, chunk_tokens: int, names: Sequence[str]
 ) -> list[Tensor]:
-    """`_scores` of a chunk after the other, each `[T]`."""
+    """`_scores` of one chunk after the other, each `[T]`."""
     if head is not None and not callable(head):
         raise ValueError(
             f"head must be callable, got {type(head).__name__}; pass a module of the model's."
@@ -187,7 +205,7 @@ def _by_chunk(
 
     def score(x_CH: Tensor, next_C: Tensor) -> tuple[Tensor, ...]:
         logits_CV = x_CH if head is None else head(x_CH)
-        return _scores(logits_CV, next_C, entropy=entropy)
+        return _scores(logits_CV, next_C, names)
 
     chunks = [
         checkpoint(score, x_CH, next_C, use_reentrant=False)
@@ -196,14 +214,26 @@ def _by_chunk(
     return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
 
 
-def _scores(logits_CV: Tensor, next_C: Tensor, *, entropy: bool) -> tuple[Tensor, ...]:
-    """Log-probabilities `[C]` of the labels, and entropies `[C]` if requested; 0 if ignored."""
+def _scores(logits_CV: Tensor, next_C: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:
+    """The named scores `[C]` of the labels; 0 where they are ignored."""
     logp_CV = log_softmax(logits_CV, dim=-1, dtype=accumulation_dtype(logits_CV))
     counted = next_C != IGNORE_INDEX
-    index = next_C.masked_fill(~counted, 0)[:, None]
-    scores = [logp_CV.gather(1, index)[:, 0]]
-    if entropy:
-        # A token masked by a logit of -inf adds 0, not 0 · inf.
-        finite = logp_CV.clamp(min=torch.finfo(logp_CV.dtype).min)
-        scores.append(-(logp_CV.exp() * finite).sum(-1))
+    index = next_C.masked_fill(~counted, 0)
+    scores = (SCORES[name](logits_CV, logp_CV, index) for name in names)
     return tuple(torch.where(counted, each, 0) for each in scores)
+
+
+def _entropy(logits_CV: Tensor, logp_CV: Tensor, next_C: Tensor) -> Tensor:
+    # A token masked by a logit of -inf adds 0, not 0 · inf.
+    finite = logp_CV.clamp(min=torch.finfo(logp_CV.dtype).min)
+    return -(logp_CV.exp() * finite).sum(-1)
+
+
+SCORES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "log_probs": lambda logits, logp, index: logp.gather(1, index[:, None])[:, 0],
+    "entropy": _entropy,
+    "mean_logits": lambda logits, logp, index: logits.mean(-1, dtype=logp.dtype),
+    "is_top1": lambda logits, logp, index: (logits.argmax(-1) == index).to(logp.dtype),
+    "log_sum_sq_probs": lambda logits, logp, index: (2 * logp).logsumexp(-1),
+}
+"""Scores `[C]` of labels `[C]`, from logits and log-probabilities `[C, V]`, under TRL's names."""

@@ -306,7 +306,7 @@ class Gradients(TrainerCallback):
         self.steps.append(gradients_of(model))
 
 
-def run(case, folder, *, patched, share_prefixes=False, **changes):
+def run(case, folder, *, patched, share_prefixes=False, tokens_per_part=None, **changes):
     """What a training logs, the gradients of each step, and the rows of each forward."""
     torch.manual_seed(3)
     trainer = case.make(folder / str(patched), **changes)
@@ -316,9 +316,12 @@ def run(case, folder, *, patched, share_prefixes=False, **changes):
     others = [getattr(trainer, name, None) for name in ("ref_model", "teacher_model")]
     others = [rows_seen(x) for x in others if x not in (None, trainer.model)]
     if patched:
-        assert fv.patch_trainer(trainer, "sdpa", share_prefixes=share_prefixes) is trainer
-    elif share_prefixes and trainers._completions_of_block(trainer) > 1:
-        trainers._shuffle_blocks(trainer, 2)  # the padded run takes the same batches
+        options = {"share_prefixes": share_prefixes, "tokens_per_part": tokens_per_part}
+        assert fv.patch_trainer(trainer, "sdpa", **options) is trainer
+    elif share_prefixes:  # the padded run takes the same batches
+        size = trainers._completions_of_block(trainer, tokens_per_part is not None)
+        if size > 1:
+            trainers._shuffle_blocks(trainer, size)
     trainer.train()
     assert not patched or all(1 in seen for seen in others if seen)
     if trainer.eval_dataset is not None:
@@ -362,7 +365,7 @@ def check_run(case, folder, **changes):
         assert log.keys() == expected.keys()
         differ |= {name for name, x in expected.items() if not _close(name, log[name], x)}
     if changes.get("share_prefixes"):
-        assert differ <= set(case.reads_padding)
+        assert differ <= set(case.reads_padding), differ
     else:
         assert differ == set(case.reads_padding)
         assert rows.count(1) >= 2 if case.generates else set(rows) == {1}
