@@ -20,7 +20,8 @@ from flexvarlen.patches.api import current_patch
 from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.lm_head import lm_head
 from flexvarlen.patches.parts import ModelParts
-from flexvarlen.trees.run import PartBatch, check_trains_in_parts, no_random_numbers
+from flexvarlen.trees.ranks import check_runs_in_parts, ranks_of
+from flexvarlen.trees.run import PartBatch, no_random_numbers
 
 
 def tree_logprobs(
@@ -75,27 +76,35 @@ def tree_logprobs(
             f"model must be patched, got {type(inner).__name__}; call fv.patch_model(model) first."
         )
     base: Any = ModelParts.of(inner).base(inner)
+    ranks = ranks_of(model)
 
-    def of_part(part: PartBatch) -> Tensor:
-        inputs = {name: part[name] for name in ("input_ids", "packed_layout")}
-        hidden = base(**inputs, use_cache=False).last_hidden_state
+    def forward(input_ids: Tensor, packed_layout: Any, shift_labels: Tensor, **_: Any) -> Tensor:
+        own = {"input_ids": input_ids, "packed_layout": packed_layout}
+        hidden = base(**own, use_cache=False).last_hidden_state
         return token_logprobs(
             hidden,
-            part["shift_labels"],
+            shift_labels,
             head=lambda x: head(x) / temperature,
             chunk_tokens=chunk_tokens,
-        )[0]
+        )
+
+    def of_part(part: PartBatch) -> Tensor:
+        inputs = {name: part[name] for name in ("input_ids", "packed_layout", "shift_labels")}
+        own: Tensor = ranks.call(inner, forward, **inputs)
+        return own[0]
 
     tokens = shared.layout.total_tokens
-    if max_tokens is None or require_int_at_least("max_tokens", max_tokens, 1) >= tokens:
+    fits = max_tokens is None or require_int_at_least("max_tokens", max_tokens, 1) >= tokens
+    if max_tokens is None or (fits and not ranks.must_agree):
         return of_part(PartBatch(shared.batch()))[None]
+    check_runs_in_parts(model)
 
     def run(grad_T: Tensor | None) -> Tensor:
         """The result `[T]`, or with its gradient, a backward of every part."""
         found = None
-        for part in shared.parts(base, max_tokens):
+        for part in shared.parts(model if ranks.is_shared else base, max_tokens):
             on_device = part.tokens.to(shared.input_ids.device)
-            own = of_part(part)
+            own = of_part(part)[: len(part.tokens)]
             if grad_T is not None:
                 own.backward(grad_T[on_device])  # type: ignore[no-untyped-call]
             else:
@@ -107,7 +116,6 @@ def tree_logprobs(
     if not needs_grad:
         with torch.no_grad():
             return run(None)[None]
-    check_trains_in_parts(model)
     anchor = torch.zeros((), device=shared.input_ids.device, requires_grad=True)
     result: Tensor = _InParts.apply(anchor, run, _autocast_of(shared.input_ids.device.type))  # type: ignore[no-untyped-call]
     return result[None]

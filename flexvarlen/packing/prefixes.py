@@ -24,6 +24,7 @@ from flexvarlen.packing.tree_images import (
     any_images,
     rope_index_of,
 )
+from flexvarlen.packing.tree_ranks import TreeSubset, deal_samples
 from flexvarlen.trees.run import PartBatch, run_parts
 
 Sample = Mapping[str, Any] | Sequence[int] | Tensor
@@ -42,6 +43,9 @@ class SharedPrefixes:
         layout: the trees.
         paths: for each sample, in the caller's order, the indices of its tokens in the row,
             int64 `[L]`.
+        has_label: for each sample bool `[L]`, on the host, whether the token after each is a label.
+        samples: the index of each sample among those given: all, or those of a rank.
+        num_items_in_batch: labels by which the loss is divided, 0-d; None: those of the row.
         images: what the model gets of images: `pixel_values` and similar, `mm_token_type_ids`
             int64 `[1, T]`, position_ids int64 `[4, 1, T]`.
     """
@@ -52,11 +56,14 @@ class SharedPrefixes:
     label_counts: Tensor
     layout: PackedLayout
     paths: tuple[Tensor, ...]
+    has_label: tuple[Tensor, ...]
+    samples: tuple[int, ...]
+    num_items_in_batch: Tensor | None = None
     images: Mapping[str, Tensor] = field(default_factory=dict)
 
     def batch(self) -> dict[str, Any]:
         """The keyword arguments of a patched model, whose loss is then `tree_loss`."""
-        return {
+        batch = {
             "input_ids": self.input_ids,
             "shift_labels": self.shift_labels,
             "sample_counts": self.sample_counts,
@@ -64,6 +71,53 @@ class SharedPrefixes:
             "packed_layout": self.layout,
             **self.images,
         }
+        count = self.num_items_in_batch
+        return batch if count is None else batch | {"num_items_in_batch": count}
+
+    def of_rank(self, rank: int, ranks: int) -> SharedPrefixes:
+        """The samples of one rank, of one tree over several.
+
+        Samples stay in the order of the tree, and the largest rank has as few tokens as that
+        allows. What samples of several ranks share is computed on each of these ranks: that is
+        cheaper than to send it, unless most tokens of the tree are shared by all. The losses divide
+        by the labels of all ranks, so losses and gradients of the ranks sum to those of the tree.
+
+        Args:
+            rank: which, from 0.
+            ranks: how many; the same call on each, with equal samples, needs no communication.
+
+        Returns:
+            A row of the rank's own trees, whose `samples` are their indices here. A rank without
+            samples has a row of one token, without a label.
+
+        Raises:
+            ValueError: the rank is not below `ranks`, or samples have images.
+
+        >>> shared = share_prefixes([[5, 6, 7, 8], [5, 6, 7, 9], [4, 4]])
+        >>> [shared.of_rank(rank, 2).samples for rank in (0, 1)]
+        [(0,), (1, 2)]
+        """
+        ranks = require_int_at_least("ranks", ranks, 1)
+        if require_int_at_least("rank", rank, 0) >= ranks:
+            raise ValueError(f"rank must be below {ranks}, got {rank}; count ranks from 0.")
+        self._require_text("to be dealt to ranks")
+        own = deal_samples(self.paths, ranks)[rank]
+        paths, has_label = [self.paths[i] for i in own], [self.has_label[i] for i in own]
+        kept = TreeSubset(self.layout, paths)
+        counts, label_counts = kept.counts(paths), kept.counts(paths, has_label)
+        device, here = self.input_ids.device, kept.tokens.to(self.input_ids.device)
+        labels = self.shift_labels[:, here].masked_fill(label_counts.to(device) == 0, IGNORE_INDEX)
+        return SharedPrefixes(
+            self.input_ids[:, here],
+            labels,
+            counts.to(device),
+            label_counts.to(device),
+            kept.layout.to(device),
+            kept.paths(paths),
+            tuple(has_label),
+            tuple(self.samples[i] for i in own),
+            self._count(),
+        )
 
     def parts(self, model: nn.Module, max_tokens: int) -> Iterator[PartBatch]:
         """Run the trees in parts of a bounded number of tokens, with the gradients of the whole.
@@ -74,34 +128,45 @@ class SharedPrefixes:
         what is stored is that of one path and its open branches.
 
         Args:
-            model: patched; in training without dropout. Each part runs once, in this model.
+            model: patched; in training without dropout. Each part runs once, in this model. Under
+                DDP and FSDP2 ranks may have different trees, and numbers of parts.
             max_tokens: tokens of a part at most.
 
         Returns:
             An iterator of keyword arguments for the model, each with `tokens`, int64 `[T]` on the
-            CPU: its indices in the row. The losses add up to that of `batch()`. Run the backward of
+            CPU: its indices in the row; none in the parts that FSDP2 adds where only other ranks
+            have one. The losses add up to that of `batch()`. Run the backward of
             each before the next; under `torch.no_grad()` each part runs once.
 
         Raises:
             ValueError: `max_tokens` is below 1, or samples have images; when a part has run, that
                 the model is not patched, has dropout, or runs parts in several dtypes.
-            NotImplementedError: training under DDP, FSDP or ZeRO-3; when the first part runs,
-                `output_router_logits`, `torch.compile`, layers without a layer_idx, a convolution
-                wider than 4 tokens.
+            NotImplementedError: the model is sharded by FSDP1, ZeRO-3 or tensor parallelism, or
+                trains inside DDP's forward; when the first part runs, `output_router_logits`,
+                `torch.compile`, layers without a layer_idx, a convolution wider than 4 tokens.
             RuntimeError: the forward or backward of a part did not run, or ran twice.
 
         >>> for part in shared.parts(model, max_tokens=16_384):  # doctest: +SKIP
         ...     model(**part).loss.backward()
         """
+        self._require_text("to run in parts")
+        batch, given = self.batch(), ("packed_layout", "num_items_in_batch")
+        columns = {name: x for name, x in batch.items() if name not in given}
+        arguments = {"num_items_in_batch": self._count()}
+        return run_parts(model, self.layout, columns, arguments, max_tokens)
+
+    def _count(self) -> Tensor:
+        """The labels by which the loss is divided."""
+        if self.num_items_in_batch is not None:
+            return self.num_items_in_batch
+        return (self.label_counts * (self.shift_labels != IGNORE_INDEX)).sum()
+
+    def _require_text(self, what: str) -> None:
         if self.images:
             raise ValueError(
-                "trees must hold text alone to run in parts, got samples with images; pass "
-                "batch() to the model."
+                f"trees must hold text alone {what}, got samples with images; pass batch() to the "
+                "model."
             )
-        columns = {name: x for name, x in self.batch().items() if name != "packed_layout"}
-        counted = self.label_counts * (self.shift_labels != IGNORE_INDEX)
-        arguments = {"num_items_in_batch": counted.sum()}
-        return run_parts(model, self.layout, columns, arguments, max_tokens)
 
     def unfold(self, x: Tensor) -> tuple[Tensor, ...]:
         """Split x into one tensor per sample; the gradients of a shared token add up.
@@ -222,7 +287,18 @@ def share_prefixes(
     ids_1T, labels_1T, sample_counts, label_counts = row_4T.split(1)
     columns = {} if images is None else images.row(tree, layout, model)
     columns = {name: x.to(device) for name, x in columns.items()}
-    return SharedPrefixes(ids_1T, labels_1T, sample_counts, label_counts, layout, paths, columns)
+    has_label = tuple(torch.from_numpy(np.roll(x, -1)) for x in is_label)
+    return SharedPrefixes(
+        ids_1T,
+        labels_1T,
+        sample_counts,
+        label_counts,
+        layout,
+        paths,
+        has_label,
+        tuple(range(len(samples))),
+        images=columns,
+    )
 
 
 def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
