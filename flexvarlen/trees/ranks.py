@@ -88,6 +88,10 @@ class DdpRanks(_Shared):
         super().__init__(model)
         self.ddp, self.unsynced = ddp, ddp.module
 
+    def call(self, inner: nn.Module, run: Callable[..., Any], **inputs: Any) -> Any:
+        # DDP sends buffers and sizes of buckets in a forward, in an order that gradients change.
+        return super().call(inner, run, **inputs) if torch.is_grad_enabled() else run(**inputs)
+
     def steps(self, own: Sequence[Step]) -> Generator[Step, None, None]:
         before = self.ddp.require_backward_grad_sync  # False inside `no_sync`
         try:
@@ -153,10 +157,11 @@ def _forward_replaced(module: nn.Module, run: Callable[..., Any]) -> Iterator[No
         return run(*args, **inputs)
 
     own = vars(module)
-    before = {name: own[name] for name in ("forward",) if name in own}
+    before = own.get("forward")
     own["forward"] = forward
     try:
         yield
     finally:
         del own["forward"]
-        own.update(before)
+        if before is not None:
+            own["forward"] = before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, pairwise
 
 import pytest
@@ -47,9 +47,7 @@ def assert_learned(found, expected):
 
 
 @pytest.mark.parametrize("loop", cases.LOOPS)
-@pytest.mark.parametrize(
-    "wrapper", ["ddp", "ddp, gradients in buckets", "fsdp2", "fsdp2, gathered"]
-)
+@pytest.mark.parametrize("wrapper", [x for x in cases.WRAPPERS if x != "hsdp"])
 def test_other_trees_on_each_rank(ranks, wrapper, loop):
     found = ranks.run(cases.learned, "llama", wrapper, loop)
     for each in found:
@@ -66,6 +64,14 @@ def test_other_trees_on_each_rank(ranks, wrapper, loop):
 def test_families(ranks, family, wrapper):
     for each in ranks.run(cases.learned, family, wrapper, "plain loop"):
         assert_learned(each, alone(family, 2))
+
+
+@pytest.mark.parametrize("loop", cases.LOOPS)
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_lora(ranks, wrapper, loop):
+    pytest.importorskip("peft")
+    for each in ranks.run(partial(cases.learned, is_lora=True), "llama", wrapper, loop):
+        assert_learned(each, alone("llama", 2, is_lora=True))
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "hsdp"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flexvarlen as fv
 from flexvarlen.reference.model import Float64, float64_model
+from tests.patches.distributed_ranks import checkpointing, prepared
 from tests.patches.forward.test_trees import samples
 from tests.ranks import of_all_ranks, world
 from tests.tiny_models import lora, new_model
 
-MAX_TOKENS = (12, 25, 7, 40)
-"""Of each rank, so that they have other numbers of parts."""
+MAX_TOKENS = (12, 1000, 7, 25)
+"""Of each rank, so that they have other numbers of parts; the second has one."""
 
 
 def samples_of(rank: int) -> list[list[int]]:
@@ -70,8 +70,9 @@ WRAPPERS = {
     "ddp, gradients in buckets": partial(ddp, gradient_as_bucket_view=True, bucket_cap_mb=0.01),
     "fsdp2": fsdp2,
     "fsdp2, gathered": partial(fsdp2, reshard_after_forward=False),
+    "fsdp2, checkpoints": lambda model: fsdp2(checkpointing(model)),
     "hsdp": hsdp,
-    "one": lambda model: model,
+    "accelerate": prepared,
 }
 
 # ---- what it learns ----
@@ -113,7 +114,7 @@ def all_labels(every: list[fv.SharedPrefixes]) -> int:
 
 
 def learned(family: str, wrapper: str, loop: str, *, is_lora: bool = False) -> dict[str, Any]:
-    """Two steps of ranks with other trees; `rank_of`: the samples of one process are all."""
+    """The second of two steps of ranks with other trees."""
     model = WRAPPERS[wrapper](new(family, is_lora=is_lora))
     ranks = [fv.share_prefixes(samples_of(rank)) for rank in range(dist.get_world_size())]
     rank = dist.get_rank()
@@ -189,11 +190,10 @@ def refused(kind: str) -> str:
         model: Any = FullyShardedDataParallel(new("llama"), device_id=torch.device("cpu"))
     else:
         model = ddp(_InForward(new("llama"), shared))
-    with nullcontext():
-        try:
-            model(shared) if kind == "forward" else shared.parts(model, 25)
-        except NotImplementedError as error:
-            return str(error)
+    try:
+        model(shared) if kind == "forward" else shared.parts(model, 25)
+    except NotImplementedError as error:
+        return str(error)
     return "nothing"
 
 
