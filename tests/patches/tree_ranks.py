@@ -30,17 +30,17 @@ def samples_of(rank: int) -> list[list[int]]:
 
 
 def new(family: str, *, is_lora: bool = False) -> Any:
-    """Patched, in float64, in the backward too, which no mode enters."""
+    """Patched, in float64, also in what a backward runs again, which no mode enters."""
     model: Any = float64_model(new_model(family)).train()
-    forward = model.model.forward
-
-    def in_float64(*args: Any, **kwargs: Any) -> Any:
-        with Float64():
-            return forward(*args, **kwargs)
-
-    model.model.forward = in_float64
+    for module in (*model.model.layers, model.model.norm, model.model.rotary_emb):
+        module.forward = partial(_in_float64, module.forward)
     model = lora(model).double() if is_lora else model
     return fv.patch_model(model, "sdpa")
+
+
+def _in_float64(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with Float64():
+        return forward(*args, **kwargs)
 
 
 # ---- what a model becomes ----
