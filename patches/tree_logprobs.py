@@ -40,7 +40,8 @@ def tree_logprobs(
     parameters.
 
     Args:
-        model: patched, with a language-model head; in training, in parts, without dropout.
+        model: patched, with a language-model head; in training, in parts, without dropout. Under
+            DDP and FSDP2 the wrapped model, whose ranks may have different trees.
         shared: of `fv.share_prefixes`, on the model's device.
         max_tokens: tokens of a part at most, as in `SharedPrefixes.parts`; None: one part.
         temperature: by which the logits are divided.
@@ -54,7 +55,7 @@ def tree_logprobs(
         ValueError: the model is not patched or has no language-model head, `shared` is of another
             type or has images, the temperature is not positive and finite, or `chunk_tokens` is
             below 1; and as `SharedPrefixes.parts`.
-        NotImplementedError: as `SharedPrefixes.parts`, under DDP's forward too.
+        NotImplementedError: as `SharedPrefixes.parts`.
         RuntimeError: a second backward, in parts.
 
     >>> logprobs = fv.tree_logprobs(model, shared, max_tokens=16_384)  # doctest: +SKIP

@@ -88,7 +88,8 @@ class SharedPrefixes:
 
         Returns:
             A row of the rank's own trees, whose `samples` are their indices here. A rank without
-            samples has a row of one token, without a label.
+            samples has a row of one token, without a label, and must run too: begin the sum of a
+            loss of its log-probabilities with `0 * logprobs.sum()`.
 
         Raises:
             ValueError: the rank is not below `ranks`, or samples have images.

@@ -100,7 +100,7 @@ def plain_loop(model: Any, shared: fv.SharedPrefixes, max_tokens: int, count: in
 
 
 def by_logprobs(model: Any, shared: fv.SharedPrefixes, max_tokens: int | None, count: int) -> Any:
-    logprobs = fv.tree_logprobs(model, shared, max_tokens=max_tokens)
+    logprobs = fv.tree_logprobs(model, shared, max_tokens=max_tokens, chunk_tokens=10)
     loss = -(logprobs * shared.label_counts).sum() / count
     (loss * world()).backward()
     return loss.detach(), []
