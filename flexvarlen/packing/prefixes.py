@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flexvarlen.layout.arguments import checked_sizes, int64s, require_int_at_least, require_tensor
+from flexvarlen.layout.arguments import int64s, require_int_at_least, require_tensor
 from flexvarlen.layout.labels import IGNORE_INDEX, why_not_labels
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.packing.collator import pad_token_id_of
-from flexvarlen.packing.loader_pass import DISPATCH_NOTHING, is_dispatched
-from flexvarlen.packing.tree_images import (
-    SAMPLE_COLUMNS,
-    ImagesOfSamples,
-    any_images,
-    rope_index_of,
-)
+from flexvarlen.packing.tree_images import SAMPLE_COLUMNS, ImagesOfSamples, any_images
 from flexvarlen.packing.tree_ranks import TreeSubset, deal_samples
 from flexvarlen.trees.run import PartBatch, run_parts
 
@@ -96,7 +90,7 @@ class SharedPrefixes:
 
         >>> shared = share_prefixes([[5, 6, 7, 8], [5, 6, 7, 9], [4, 4]])
         >>> [shared.of_rank(rank, 2).samples for rank in (0, 1)]
-        [(0,), (1, 2)]
+        [(0, 1), (2,)]
         """
         ranks = require_int_at_least("ranks", ranks, 1)
         if require_int_at_least("rank", rank, 0) >= ranks:
@@ -136,8 +130,8 @@ class SharedPrefixes:
         Returns:
             An iterator of keyword arguments for the model, each with `tokens`, int64 `[T]` on the
             CPU: its indices in the row; none in the parts that FSDP2 adds where only other ranks
-            have one. The losses add up to that of `batch()`. Run the backward of
-            each before the next; under `torch.no_grad()` each part runs once.
+            have one. The losses add up to that of `batch()`. Run the backward of each before the
+            next; under `torch.no_grad()` each part runs once.
 
         Raises:
             ValueError: `max_tokens` is below 1, or samples have images; when a part has run, that
@@ -261,7 +255,7 @@ def share_prefixes(
     samples = list(samples)
     if len(samples) == 0:
         raise ValueError("samples must contain at least one sample; the list is empty.")
-    min_tokens, max_depth = _checked(min_tokens, max_depth)
+    min_tokens, max_depth = checked_tree_sizes(min_tokens, max_depth)
     pad_token_id = pad_token_id_of(None, pad_token_id)
     rows, is_label = zip(*map(_with_labels, range(len(samples)), samples), strict=True)
     images = ImagesOfSamples(samples, [x[:, 0] for x in rows]) if any_images(samples) else None
@@ -335,7 +329,7 @@ def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray
     return np.stack([ids, np.where(is_label, labels, ids)], axis=1), is_label
 
 
-def _checked(min_tokens: int, max_depth: int | None) -> tuple[int, int | None]:
+def checked_tree_sizes(min_tokens: int, max_depth: int | None) -> tuple[int, int | None]:
     """Both as ints.
 
     Raises:
@@ -343,75 +337,3 @@ def _checked(min_tokens: int, max_depth: int | None) -> tuple[int, int | None]:
     """
     depth = None if max_depth is None else require_int_at_least("max_depth", max_depth, 1)
     return require_int_at_least("min_tokens", min_tokens, 1), depth
-
-
-@dataclass(frozen=True)
-class TreeCollator:
-    """Collates samples into one row of trees, for a patched model.
-
-    The model's loss is then `tree_loss`, which equals the loss of the samples computed one by one.
-    Batches of equal total_tokens, capacity, max_seqlen_bound and max_depth share one compiled
-    graph.
-
-    Args:
-        tokenizer: the model's tokenizer, or None; its pad token fills the padding if `pad_token_id`
-            is None.
-        total_tokens and all others: as in `share_prefixes`; keyword arguments, checked when the
-            collator is made.
-    """
-
-    tokenizer: Any = None
-    _: KW_ONLY
-    total_tokens: int | None = None
-    pad_token_id: int | None = None
-    capacity: int | None = None
-    max_seqlen_bound: int | None = None
-    max_depth: int | None = None
-    min_tokens: int = 1
-    model: Any = None
-
-    def __post_init__(self) -> None:
-        if self.model is not None:
-            object.__setattr__(self, "model", rope_index_of(self.model))
-        checked_sizes(self.total_tokens, self.capacity, self.max_seqlen_bound)
-        _checked(self.min_tokens, self.max_depth)
-        pad_token_id_of(self.tokenizer, self.pad_token_id)
-
-    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
-        """The keyword arguments of the model.
-
-        Args:
-            features: samples, or nested lists or iterators of them (groups, and rows of groups).
-
-        Raises:
-            ValueError: as in `share_prefixes`.
-        """
-        if is_dispatched():
-            self.check_dispatched()
-        options = {name: value for name, value in vars(self).items() if name != "tokenizer"}
-        options["pad_token_id"] = pad_token_id_of(self.tokenizer, self.pad_token_id)
-        return share_prefixes(_samples(features), **options).batch()
-
-    def check_dispatched(self) -> None:
-        """Raise: trees cannot be sent to other processes."""
-        raise ValueError(
-            "TreeCollator must run in each process, but accelerate loads the batches of all "
-            f"processes in one; {DISPATCH_NOTHING}."
-        )
-
-
-def _samples(features: Any) -> Iterator[Any]:
-    if not isinstance(features, Iterable):
-        raise ValueError(
-            f"features must be samples, or lists of them, got {type(features).__name__}; pass "
-            "token ids or mappings with input_ids."
-        )
-    for each in features:
-        if isinstance(each, Iterator):  # which can be read once
-            each = list(each)
-        if isinstance(each, Mapping | Tensor | str) or (
-            isinstance(each, Iterable) and not isinstance(next(iter(each), 0), Iterable)
-        ):
-            yield each
-        else:
-            yield from _samples(each)
