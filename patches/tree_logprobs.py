@@ -82,12 +82,13 @@ def tree_logprobs(
     def forward(input_ids: Tensor, packed_layout: Any, shift_labels: Tensor, **_: Any) -> Tensor:
         own = {"input_ids": input_ids, "packed_layout": packed_layout}
         hidden = base(**own, use_cache=False).last_hidden_state
-        return token_logprobs(
+        logprobs = token_logprobs(
             hidden,
             shift_labels,
             head=lambda x: head(x) / temperature,
             chunk_tokens=chunk_tokens,
         )
+        return logprobs.clone()  # FSDP2 warns of a view
 
     def of_part(part: PartBatch) -> Tensor:
         inputs = {name: part[name] for name in ("input_ids", "packed_layout", "shift_labels")}
