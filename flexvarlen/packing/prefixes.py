@@ -137,8 +137,9 @@ class SharedPrefixes:
             ValueError: `max_tokens` is below 1, or samples have images; when a part has run, that
                 the model is not patched, has dropout, or runs parts in several dtypes.
             NotImplementedError: the model is sharded by FSDP1, ZeRO-3 or tensor parallelism, or
-                trains inside DDP's forward; when the first part runs, `output_router_logits`,
-                `torch.compile`, layers without a layer_idx, a convolution wider than 4 tokens.
+                trains inside DDP's forward or with its static_graph; when the first part runs,
+                `output_router_logits`, `torch.compile`, layers without a layer_idx, a convolution
+                wider than 4 tokens.
             RuntimeError: the forward or backward of a part did not run, or ran twice.
 
         >>> for part in shared.parts(model, max_tokens=16_384):  # doctest: +SKIP

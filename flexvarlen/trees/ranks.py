@@ -133,13 +133,19 @@ def check_runs_in_parts(model: nn.Module) -> None:
     """Refuse models whose ranks would wait for each other.
 
     Raises:
-        NotImplementedError: it is sharded other than by FSDP2, or trains inside DDP's forward.
+        NotImplementedError: it is sharded other than by FSDP2, or trains inside DDP's forward, or
+            with its static_graph.
     """
     if is_sharded(model) and mesh_of_fsdp2(model) is None:
         raise NotImplementedError(
             "a tree cannot run in parts under FSDP1, ZeRO-3 or tensor parallelism, whose ranks "
             "would wait for each other; shard the model by FSDP2: "
             "torch.distributed.fsdp.fully_shard."
+        )
+    if torch.is_grad_enabled() and getattr(ddp_of(model), "static_graph", False):
+        raise NotImplementedError(
+            "a tree cannot train in parts under DDP with static_graph, whose first backward must "
+            "reduce; leave static_graph out, and checkpoint with use_reentrant=False."
         )
     if torch.is_grad_enabled() and runs_ddp():
         raise NotImplementedError(

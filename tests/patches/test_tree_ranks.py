@@ -117,7 +117,14 @@ def test_without_gradients(ranks, wrapper):
         torch.testing.assert_close(whole, expected, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize(("kind", "says"), [("fsdp1", "under FSDP1, ZeRO-3"), ("forward", "DDP's")])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("fsdp1", "under FSDP1, ZeRO-3"),
+        ("forward", "inside DDP's forward"),
+        ("static_graph", "DDP with static_graph"),
+    ],
+)
 def test_what_waits_for_other_ranks_raises(ranks, kind, says):
     for said in ranks.run(cases.refused, kind):
         assert says in said

@@ -188,6 +188,8 @@ def refused(kind: str) -> str:
     shared = fv.share_prefixes(samples())
     if kind == "fsdp1":
         model: Any = FullyShardedDataParallel(new("llama"), device_id=torch.device("cpu"))
+    elif kind == "static_graph":
+        model = ddp(new("llama"), static_graph=True)
     else:
         model = ddp(_InForward(new("llama"), shared))
     try:
