@@ -32,7 +32,8 @@ if TYPE_CHECKING:
         split_long,
         tokenize_chat,
     )
-    from flexvarlen.packing.prefixes import SharedPrefixes, TreeCollator, share_prefixes
+    from flexvarlen.packing.prefixes import SharedPrefixes, share_prefixes
+    from flexvarlen.packing.tree_collator import TreeCollator
     from flexvarlen.parallel.shard import shard_batch, shard_row
     from flexvarlen.patches.api import (
         is_patched,
@@ -117,7 +118,8 @@ _HOMES = {
         "split_long",
         "tokenize_chat",
     ),
-    "packing.prefixes": ("SharedPrefixes", "TreeCollator", "share_prefixes"),
+    "packing.prefixes": ("SharedPrefixes", "share_prefixes"),
+    "packing.tree_collator": ("TreeCollator",),
     "parallel.shard": ("shard_batch", "shard_row"),
     "patches.embed": ("embed",),
     "patches.isolation.report": ("IsolationError", "IsolationReport"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -58,8 +57,10 @@ class _Head:
     """
 
     def __init__(self, model: nn.Module, base: str) -> None:
-        self._head: Any = copy.copy(model)  # shares parameters; the model itself stays as it is
-        self._head._modules = {**model._modules, base: _GivenStates(model._modules[base])}
+        # Shares parameters; the model itself stays as it is. FSDP2's classes have no copy.copy.
+        self._head: Any = object.__new__(type(model))
+        modules = {**model._modules, base: _GivenStates(model._modules[base])}
+        vars(self._head).update(vars(model), _modules=modules)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         states = hidden.reshape(1, -1, hidden.shape[-1])

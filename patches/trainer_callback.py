@@ -16,7 +16,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.packing.dataset import PackedDataset
 from flexvarlen.packing.loader_pass import is_dispatched
-from flexvarlen.packing.prefixes import TreeCollator
+from flexvarlen.packing.tree_collator import TreeCollator
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.models.unsupported import STATEFUL
 from flexvarlen.patches.state import ATTRIBUTE

@@ -21,7 +21,8 @@ from flexvarlen.patches.api import current_patch
 from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.lm_head import lm_head
 from flexvarlen.patches.parts import ModelParts
-from flexvarlen.trees.run import PartBatch, check_trains_in_parts, no_random_numbers
+from flexvarlen.trees.ranks import check_runs_in_parts, ranks_of
+from flexvarlen.trees.run import PartBatch, no_random_numbers
 
 
 def tree_logprobs(
@@ -40,7 +41,8 @@ def tree_logprobs(
     parameters.
 
     Args:
-        model: patched, with a language-model head; in training, in parts, without dropout.
+        model: patched, with a language-model head; in training, in parts, without dropout. Under
+            DDP and FSDP2 the wrapped model, whose ranks may have different trees.
         shared: of `fv.share_prefixes`, on the model's device.
         max_tokens: tokens of a part at most, as in `SharedPrefixes.parts`; None: one part.
         temperature: by which the logits are divided.
@@ -54,7 +56,7 @@ def tree_logprobs(
         ValueError: the model is not patched or has no language-model head, `shared` is of another
             type or has images, the temperature is not positive and finite, or `chunk_tokens` is
             below 1; and as `SharedPrefixes.parts`.
-        NotImplementedError: as `SharedPrefixes.parts`, under DDP's forward too.
+        NotImplementedError: as `SharedPrefixes.parts`.
         RuntimeError: a second backward, in parts.
 
     >>> logprobs = fv.tree_logprobs(model, shared, max_tokens=16_384)  # doctest: +SKIP
@@ -102,11 +104,14 @@ def tree_scores(
             f"model must be patched, got {type(inner).__name__}; call fv.patch_model(model) first."
         )
     base: Any = ModelParts.of(inner).base(inner)
+    ranks = ranks_of(model)
 
-    def of_part(part: PartBatch, names: Sequence[str]) -> list[Tensor]:
-        inputs = {name: part[name] for name in ("input_ids", "packed_layout")}
-        hidden = base(**inputs, use_cache=False).last_hidden_state[0]
-        labels = part["shift_labels"][0]
+    def forward(
+        input_ids: Tensor, packed_layout: Any, shift_labels: Tensor, names: Sequence[str], **_: Any
+    ) -> list[Tensor]:
+        own = {"input_ids": input_ids, "packed_layout": packed_layout}
+        hidden = base(**own, use_cache=False).last_hidden_state[0]
+        labels = shift_labels[0]
         index = (labels != IGNORE_INDEX).nonzero()[:, 0]  # the head runs on these alone
         found = token_scores(
             hidden.index_select(0, index),
@@ -117,16 +122,24 @@ def tree_scores(
         )
         return [x.new_zeros(len(labels)).index_copy(0, index, x) for x in found]
 
+    def of_part(part: PartBatch, names: Sequence[str]) -> list[Tensor]:
+        inputs = {name: part[name] for name in ("input_ids", "packed_layout", "shift_labels")}
+        found: list[Tensor] = ranks.call(inner, forward, names=names, **inputs)
+        return found
+
     tokens = shared.layout.total_tokens
-    if max_tokens is None or require_int_at_least("max_tokens", max_tokens, 1) >= tokens:
+    fits = max_tokens is None or require_int_at_least("max_tokens", max_tokens, 1) >= tokens
+    if max_tokens is None or (fits and not ranks.must_agree):
         return of_part(PartBatch(shared.batch()), names)
+    check_runs_in_parts(model)
 
     def run(gradients: dict[str, Tensor] | None) -> list[Tensor]:
         """The scores `[T]`, or with the gradients of some of them, a backward of every part."""
         found: list[Tensor] = []
-        for part in shared.parts(base, max_tokens):
+        for part in shared.parts(model if ranks.is_shared else base, max_tokens):
             on_device = part.tokens.to(shared.input_ids.device)
-            own = of_part(part, names if gradients is None else list(gradients))
+            scores = of_part(part, names if gradients is None else list(gradients))
+            own = [x[: len(part.tokens)] for x in scores]
             if gradients is not None:
                 torch.autograd.backward(own, [x[on_device] for x in gradients.values()])
                 continue
@@ -139,7 +152,6 @@ def tree_scores(
     if not needs_grad:
         with torch.no_grad():
             return run(None)
-    check_trains_in_parts(model)
     device = shared.input_ids.device
     anchor = torch.zeros((), device=device, requires_grad=True)
     result: tuple[Tensor, ...] = _InParts.apply(anchor, run, names, _autocast_of(device.type))  # type: ignore[no-untyped-call]

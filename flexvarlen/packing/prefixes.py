@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from flexvarlen.layout.arguments import checked_sizes, int64s, require_int_at_least, require_tensor
+from flexvarlen.layout.arguments import int64s, require_int_at_least, require_tensor
 from flexvarlen.layout.labels import IGNORE_INDEX, why_not_labels
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
 from flexvarlen.packing.collator import pad_token_id_of
-from flexvarlen.packing.loader_pass import DISPATCH_NOTHING, is_dispatched
-from flexvarlen.packing.tree_images import (
-    SAMPLE_COLUMNS,
-    ImagesOfSamples,
-    any_images,
-    rope_index_of,
-)
+from flexvarlen.packing.tree_images import SAMPLE_COLUMNS, ImagesOfSamples, any_images
+from flexvarlen.packing.tree_ranks import TreeSubset, deal_samples
 from flexvarlen.trees.run import PartBatch, run_parts
 
 Sample = Mapping[str, Any] | Sequence[int] | Tensor
@@ -42,6 +37,9 @@ class SharedPrefixes:
         layout: the trees.
         paths: for each sample, in the caller's order, the indices of its tokens in the row,
             int64 `[L]`.
+        has_label: for each sample bool `[L]`, on the host, whether the token after each is a label.
+        samples: the index of each sample among those given: all, or those of a rank.
+        num_items_in_batch: labels by which the loss is divided, 0-d; None: those of the row.
         images: what the model gets of images: `pixel_values` and similar, `mm_token_type_ids`
             int64 `[1, T]`, position_ids int64 `[4, 1, T]`.
     """
@@ -52,11 +50,14 @@ class SharedPrefixes:
     label_counts: Tensor
     layout: PackedLayout
     paths: tuple[Tensor, ...]
+    has_label: tuple[Tensor, ...]
+    samples: tuple[int, ...]
+    num_items_in_batch: Tensor | None = None
     images: Mapping[str, Tensor] = field(default_factory=dict)
 
     def batch(self) -> dict[str, Any]:
         """The keyword arguments of a patched model, whose loss is then `tree_loss`."""
-        return {
+        batch = {
             "input_ids": self.input_ids,
             "shift_labels": self.shift_labels,
             "sample_counts": self.sample_counts,
@@ -64,6 +65,54 @@ class SharedPrefixes:
             "packed_layout": self.layout,
             **self.images,
         }
+        count = self.num_items_in_batch
+        return batch if count is None else batch | {"num_items_in_batch": count}
+
+    def of_rank(self, rank: int, ranks: int) -> SharedPrefixes:
+        """The samples of one rank, of one tree over several.
+
+        Samples stay in the order of the tree, and the largest rank has as few tokens as that
+        allows. What samples of several ranks share is computed on each of these ranks: that is
+        cheaper than to send it, unless most tokens of the tree are shared by all. The losses divide
+        by the labels of all ranks, so losses and gradients of the ranks sum to those of the tree.
+
+        Args:
+            rank: which, from 0.
+            ranks: how many; the same call on each, with equal samples, needs no communication.
+
+        Returns:
+            A row of the rank's own trees, whose `samples` are their indices here. A rank without
+            samples has a row of one token, without a label, and must run too: begin the sum of a
+            loss of its log-probabilities with `0 * logprobs.sum()`.
+
+        Raises:
+            ValueError: the rank is not below `ranks`, or samples have images.
+
+        >>> shared = share_prefixes([[5, 6, 7, 8], [5, 6, 7, 9], [4, 4]])
+        >>> [shared.of_rank(rank, 2).samples for rank in (0, 1)]
+        [(0, 1), (2,)]
+        """
+        ranks = require_int_at_least("ranks", ranks, 1)
+        if require_int_at_least("rank", rank, 0) >= ranks:
+            raise ValueError(f"rank must be below {ranks}, got {rank}; count ranks from 0.")
+        self._require_text("to be dealt to ranks")
+        own = deal_samples(self.paths, ranks)[rank]
+        paths, has_label = [self.paths[i] for i in own], [self.has_label[i] for i in own]
+        kept = TreeSubset(self.layout, paths)
+        counts, label_counts = kept.counts(paths), kept.counts(paths, has_label)
+        device, here = self.input_ids.device, kept.tokens.to(self.input_ids.device)
+        labels = self.shift_labels[:, here].masked_fill(label_counts.to(device) == 0, IGNORE_INDEX)
+        return SharedPrefixes(
+            self.input_ids[:, here],
+            labels,
+            counts.to(device),
+            label_counts.to(device),
+            kept.layout.to(device),
+            kept.paths(paths),
+            tuple(has_label),
+            tuple(self.samples[i] for i in own),
+            self._count(),
+        )
 
     def parts(self, model: nn.Module, max_tokens: int) -> Iterator[PartBatch]:
         """Run the trees in parts of a bounded number of tokens, with the gradients of the whole.
@@ -74,18 +123,21 @@ class SharedPrefixes:
         what is stored is that of one path and its open branches.
 
         Args:
-            model: patched; in training without dropout. Each part runs once, in this model.
+            model: patched; in training without dropout. Each part runs once, in this model. Under
+                DDP and FSDP2 ranks may have different trees, and numbers of parts.
             max_tokens: tokens of a part at most.
 
         Returns:
             An iterator of keyword arguments for the model, each with `tokens`, int64 `[T]` on the
-            CPU: its indices in the row. The losses add up to that of `batch()`. Run the backward of
-            each before the next; under `torch.no_grad()` each part runs once.
+            CPU: its indices in the row; none in the parts that FSDP2 adds where only other ranks
+            have one. The losses add up to that of `batch()`. Run the backward of each before the
+            next; under `torch.no_grad()` each part runs once.
 
         Raises:
             ValueError: `max_tokens` is below 1, or samples have images; when a part has run, that
                 the model is not patched, has dropout, or runs parts in several dtypes.
-            NotImplementedError: training under DDP, FSDP or ZeRO-3; when the first part runs,
+            NotImplementedError: the model is sharded by FSDP1, ZeRO-3 or tensor parallelism, or
+                trains inside DDP's forward or with its static_graph; when the first part runs,
                 `output_router_logits`, `torch.compile`, layers without a layer_idx, a convolution
                 wider than 4 tokens.
             RuntimeError: the forward or backward of a part did not run, or ran twice.
@@ -93,15 +145,24 @@ class SharedPrefixes:
         >>> for part in shared.parts(model, max_tokens=16_384):  # doctest: +SKIP
         ...     model(**part).loss.backward()
         """
+        self._require_text("to run in parts")
+        batch, given = self.batch(), ("packed_layout", "num_items_in_batch")
+        columns = {name: x for name, x in batch.items() if name not in given}
+        arguments = {"num_items_in_batch": self._count()}
+        return run_parts(model, self.layout, columns, arguments, max_tokens)
+
+    def _count(self) -> Tensor:
+        """The labels by which the loss is divided."""
+        if self.num_items_in_batch is not None:
+            return self.num_items_in_batch
+        return (self.label_counts * (self.shift_labels != IGNORE_INDEX)).sum()
+
+    def _require_text(self, what: str) -> None:
         if self.images:
             raise ValueError(
-                "trees must hold text alone to run in parts, got samples with images; pass "
-                "batch() to the model."
+                f"trees must hold text alone {what}, got samples with images; pass batch() to the "
+                "model."
             )
-        columns = {name: x for name, x in self.batch().items() if name != "packed_layout"}
-        counted = self.label_counts * (self.shift_labels != IGNORE_INDEX)
-        arguments = {"num_items_in_batch": counted.sum()}
-        return run_parts(model, self.layout, columns, arguments, max_tokens)
 
     def unfold(self, x: Tensor) -> tuple[Tensor, ...]:
         """Split x into one tensor per sample; the gradients of a shared token add up.
@@ -195,7 +256,7 @@ def share_prefixes(
     samples = list(samples)
     if len(samples) == 0:
         raise ValueError("samples must contain at least one sample; the list is empty.")
-    min_tokens, max_depth = _checked(min_tokens, max_depth)
+    min_tokens, max_depth = checked_tree_sizes(min_tokens, max_depth)
     pad_token_id = pad_token_id_of(None, pad_token_id)
     rows, is_label = zip(*map(_with_labels, range(len(samples)), samples), strict=True)
     images = ImagesOfSamples(samples, [x[:, 0] for x in rows]) if any_images(samples) else None
@@ -222,7 +283,18 @@ def share_prefixes(
     ids_1T, labels_1T, sample_counts, label_counts = row_4T.split(1)
     columns = {} if images is None else images.row(tree, layout, model)
     columns = {name: x.to(device) for name, x in columns.items()}
-    return SharedPrefixes(ids_1T, labels_1T, sample_counts, label_counts, layout, paths, columns)
+    has_label = tuple(torch.from_numpy(np.roll(x, -1)) for x in is_label)
+    return SharedPrefixes(
+        ids_1T,
+        labels_1T,
+        sample_counts,
+        label_counts,
+        layout,
+        paths,
+        has_label,
+        tuple(range(len(samples))),
+        images=columns,
+    )
 
 
 def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -258,7 +330,7 @@ def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray
     return np.stack([ids, np.where(is_label, labels, ids)], axis=1), is_label
 
 
-def _checked(min_tokens: int, max_depth: int | None) -> tuple[int, int | None]:
+def checked_tree_sizes(min_tokens: int, max_depth: int | None) -> tuple[int, int | None]:
     """Both as ints.
 
     Raises:
@@ -266,75 +338,3 @@ def _checked(min_tokens: int, max_depth: int | None) -> tuple[int, int | None]:
     """
     depth = None if max_depth is None else require_int_at_least("max_depth", max_depth, 1)
     return require_int_at_least("min_tokens", min_tokens, 1), depth
-
-
-@dataclass(frozen=True)
-class TreeCollator:
-    """Collates samples into one row of trees, for a patched model.
-
-    The model's loss is then `tree_loss`, which equals the loss of the samples computed one by one.
-    Batches of equal total_tokens, capacity, max_seqlen_bound and max_depth share one compiled
-    graph.
-
-    Args:
-        tokenizer: the model's tokenizer, or None; its pad token fills the padding if `pad_token_id`
-            is None.
-        total_tokens and all others: as in `share_prefixes`; keyword arguments, checked when the
-            collator is made.
-    """
-
-    tokenizer: Any = None
-    _: KW_ONLY
-    total_tokens: int | None = None
-    pad_token_id: int | None = None
-    capacity: int | None = None
-    max_seqlen_bound: int | None = None
-    max_depth: int | None = None
-    min_tokens: int = 1
-    model: Any = None
-
-    def __post_init__(self) -> None:
-        if self.model is not None:
-            object.__setattr__(self, "model", rope_index_of(self.model))
-        checked_sizes(self.total_tokens, self.capacity, self.max_seqlen_bound)
-        _checked(self.min_tokens, self.max_depth)
-        pad_token_id_of(self.tokenizer, self.pad_token_id)
-
-    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
-        """The keyword arguments of the model.
-
-        Args:
-            features: samples, or nested lists or iterators of them (groups, and rows of groups).
-
-        Raises:
-            ValueError: as in `share_prefixes`.
-        """
-        if is_dispatched():
-            self.check_dispatched()
-        options = {name: value for name, value in vars(self).items() if name != "tokenizer"}
-        options["pad_token_id"] = pad_token_id_of(self.tokenizer, self.pad_token_id)
-        return share_prefixes(_samples(features), **options).batch()
-
-    def check_dispatched(self) -> None:
-        """Raise: trees cannot be sent to other processes."""
-        raise ValueError(
-            "TreeCollator must run in each process, but accelerate loads the batches of all "
-            f"processes in one; {DISPATCH_NOTHING}."
-        )
-
-
-def _samples(features: Any) -> Iterator[Any]:
-    if not isinstance(features, Iterable):
-        raise ValueError(
-            f"features must be samples, or lists of them, got {type(features).__name__}; pass "
-            "token ids or mappings with input_ids."
-        )
-    for each in features:
-        if isinstance(each, Iterator):  # which can be read once
-            each = list(each)
-        if isinstance(each, Mapping | Tensor | str) or (
-            isinstance(each, Iterable) and not isinstance(next(iter(each), 0), Iterable)
-        ):
-            yield each
-        else:
-            yield from _samples(each)

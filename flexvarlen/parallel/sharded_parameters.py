@@ -1,32 +1,78 @@
-"""Whether the ranks of a group share a model.
+"""Whether the ranks of a group share a model, and which ranks.
 
 Imports: torch. Never transformers.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch.distributed as dist
 from torch import nn
+
+if TYPE_CHECKING:  # not available in a torch built without distributed
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn.parallel import DistributedDataParallel
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether parameters are sharded over processes, by FSDP or DeepSpeed ZeRO-3."""
     if not dist.is_available():
         return False
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
+    wrappers = FullyShardedDataParallel, FSDPModule
+    return any(isinstance(module, wrappers) for module in model.modules()) or any(
         isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
         for parameter in model.parameters()
     )
 
 
-def is_replicated(model: nn.Module) -> bool:
-    """Whether DDP wraps the model, or runs its forward now."""
+def mesh_of_fsdp2(model: nn.Module) -> DeviceMesh | None:
+    """The ranks over which FSDP2 (`fully_shard`) shards a model, or None."""
+    if not dist.is_available():
+        return None
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        return None
+
+    def mesh() -> DeviceMesh | None:
+        return next((x.device_mesh for x in model.parameters() if isinstance(x, DTensor)), None)
+
+    if mesh() is None:  # all are gathered, with `reshard_after_forward=False`
+        for module in sharded:
+            module.reshard()
+    return mesh()
+
+
+def gather_over(mesh: DeviceMesh, mine: Any) -> list[Any]:
+    """What each rank of a mesh has, in one order on all; a small object. Syncs under NCCL."""
+    every = [mine]
+    for dimension in range(mesh.ndim):
+        group = mesh.get_group(dimension)
+        found: list[Any] = [None] * group.size()
+        dist.all_gather_object(found, every, group=group)
+        every = [each for of_rank in found for each in of_rank]
+    return every
+
+
+def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP that wraps a model, if it is that or contains it."""
+    if not dist.is_available():
+        return None
+    from torch.nn.parallel import DistributedDataParallel
+
+    return next((x for x in model.modules() if isinstance(x, DistributedDataParallel)), None)
+
+
+def runs_ddp() -> bool:
+    """Whether the forward of a DDP runs now."""
     if not dist.is_available():
         return False
     from torch.nn.parallel import DistributedDataParallel
 
-    runs = getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
-    return runs or any(isinstance(x, DistributedDataParallel) for x in model.modules())
+    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None

@@ -3,9 +3,11 @@
 | file | holds |
 |---|---|
 | `plan.py` | which segments make a part, and which parts continue which; on the host |
+| `steps.py` | `Step`: the parts and passes without gradients in their order, on several ranks too |
+| `ranks.py` | `ModelRanks`: what one rank, DDP and FSDP2 do before and after each step |
 | `states.py` | `PartStates`: keys, values, states and gradients that parts pass to one another |
 | `part.py` | `TreePart`: the `shard` of a part's layout |
-| `run.py` | `run_parts`: the parts in their order, and the passes without gradients |
+| `run.py` | `run_parts`: the loop over the steps |
 
 Imports: torch, `flexvarlen.layout` and `flexvarlen.parallel`. Never transformers.
 """

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import require_int_at_least
+from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.parallel.sharded_parameters import is_replicated, is_sharded
 from flexvarlen.trees.part import layout_of
-from flexvarlen.trees.plan import PlannedPart, TreePlan, plan_parts
+from flexvarlen.trees.plan import TreePlan, plan_parts
+from flexvarlen.trees.ranks import ModelRanks, check_runs_in_parts, ranks_of
 from flexvarlen.trees.states import PartStates
+from flexvarlen.trees.steps import Step, steps_of
+
+_ONE_TOKEN = plan_parts([1], [-1], 1)
 
 NOT_PATCHED = (
     "model must be patched to run a tree in parts, got one whose layers did not get the documents; "
@@ -27,7 +31,8 @@ class PartBatch(dict[str, Any]):
 
     Attributes:
         tokens: int64 `[T]`, on the host: where they are in the row of the whole tree; None in a
-            copy that a library makes, on another device.
+            copy that a library makes, on another device. Empty in a part of no tree, which a rank
+            runs under FSDP2 when only others have a part.
     """
 
     def __init__(self, inputs: Mapping[str, Any], tokens: Tensor | None = None) -> None:
@@ -58,21 +63,25 @@ def run_parts(
     Raises:
         ValueError: `max_tokens` is below 1; when a part has run, that the model is not patched, or
             draws random numbers, such as those of dropout.
-        NotImplementedError: training of a model that ranks share.
+        NotImplementedError: as `check_runs_in_parts`.
         RuntimeError: a part's backward did not run, or ran twice.
     """
     max_tokens = require_int_at_least("max_tokens", max_tokens, 1)
-    if torch.is_grad_enabled():
-        check_trains_in_parts(model)
-    segments = layout.segments
-    lengths: Sequence[int] = layout.lengths or () if segments is None else segments.lengths
-    parents = [-1] * len(lengths) if segments is None else segments.parents
-    plan = plan_parts(lengths, parents, max_tokens)
-    return _batches(model, plan, columns, arguments, layout.device)
+    check_runs_in_parts(model)
+    plan = plan_parts(*tree_of(layout), max_tokens)
+    return _batches(ranks_of(model), plan, columns, arguments, layout.device)
+
+
+def tree_of(layout: PackedLayout) -> tuple[Sequence[int], Sequence[int]]:
+    """The lengths of the segments of a row, and the segment above each, -1 at a root."""
+    if layout.segments is not None:
+        return layout.segments.lengths, layout.segments.parents
+    lengths = layout.lengths or ()
+    return lengths, [-1] * len(lengths)
 
 
 def _batches(
-    model: nn.Module,
+    ranks: ModelRanks,
     plan: TreePlan,
     columns: Mapping[str, Tensor],
     arguments: Mapping[str, Any],
@@ -81,39 +90,47 @@ def _batches(
     starts = torch.tensor([0, *plan.lengths]).cumsum(0).tolist()
     states, needs_grad = PartStates(), torch.is_grad_enabled()
 
-    def batch(part: PlannedPart, own: Sequence[int], *, stores: bool, learns: bool) -> PartBatch:
-        tokens = torch.cat([torch.arange(starts[x], starts[x + 1]) for x in own])
+    def batch(step: Step) -> PartBatch:
+        learns = needs_grad and not step.is_first_pass
+        states.begin_part()
+        if step.part is None:
+            return _empty_batch(states, columns, arguments, device, learns=learns)
+        tokens = torch.cat([torch.arange(starts[x], starts[x + 1]) for x in step.segments])
         on_device = tokens.to(device)
         inputs = {name: x.index_select(1, on_device) for name, x in columns.items()}
-        made = layout_of(
-            plan, part, own, states, stores_states=stores, needs_grad=learns, device=device
-        )
-        states.begin_part()
+        own = (plan, step.part, step.segments, states)
+        made = layout_of(*own, stores_states=step.stores, needs_grad=learns, device=device)
         return PartBatch(inputs | {"packed_layout": made, **arguments}, tokens)
 
-    # A stack, as a conversation of many turns is a deep tree.
-    waiting: list[tuple[PlannedPart, bool]] = [(part, False) for part in reversed(plan.roots)]
     try:
-        while waiting:
-            part, visited = waiting.pop()
-            if visited and not needs_grad:
-                states.discard(part.continued)
-                continue
-            if part.below and not visited:
-                waiting += [(part, True), *((each, False) for each in reversed(part.below))]
+        with closing(ranks.steps(steps_of(plan, trains=needs_grad))) as steps:
+            for step in steps:
+                if step.is_first_pass:
+                    _run_without_gradients(ranks.unsynced, batch(step))
+                else:
+                    yield batch(step)
+                _require_read(states)
                 if needs_grad:
-                    first = batch(part, part.continued, stores=True, learns=False)
-                    _run_without_gradients(model, first)
-                    _require_read(states)
-                    continue
-            stores = not needs_grad and bool(part.below)
-            yield batch(part, part.segments, stores=stores, learns=needs_grad)
-            _require_read(states)
-            if needs_grad:
-                states.finish_part(part.continued)
-                states.discard(part.continued)
+                    states.finish_part(step.done)
+                states.discard(step.done)
     finally:
         states.clear()
+
+
+def _empty_batch(
+    states: PartStates,
+    columns: Mapping[str, Tensor],
+    arguments: Mapping[str, Any],
+    device: torch.device,
+    *,
+    learns: bool,
+) -> PartBatch:
+    """A token of no tree, without a label, of a rank that has no part where others have one."""
+    inputs = {name: x.new_zeros(1, 1) for name, x in columns.items()}
+    inputs["shift_labels"].fill_(IGNORE_INDEX)
+    own = (_ONE_TOKEN, _ONE_TOKEN.roots[0], (0,), states)
+    made = layout_of(*own, stores_states=False, needs_grad=learns, device=device)
+    return PartBatch(inputs | {"packed_layout": made, **arguments}, torch.arange(0))
 
 
 def _run_without_gradients(model: nn.Module, batch: PartBatch) -> None:
@@ -148,17 +165,3 @@ def no_random_numbers(device: torch.device) -> Iterator[None]:
 def _require_read(states: PartStates) -> None:
     if not states.was_read:
         raise ValueError(NOT_PATCHED)
-
-
-def check_trains_in_parts(model: nn.Module) -> None:
-    """Refuse a model that ranks share, which would wait for each other.
-
-    Raises:
-        NotImplementedError: it is sharded, or DDP wraps it or runs its forward.
-    """
-    if is_sharded(model) or is_replicated(model):
-        raise NotImplementedError(
-            "a tree cannot train in parts under DDP, FSDP or ZeRO-3, whose ranks would have other "
-            "numbers of parts, and wait for each other; pass the module inside DDP, outside of "
-            "DDP's forward, and sum its gradients over the ranks after the last part."
-        )
