@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from flexvarlen.layout.arguments import require_int_at_least
+from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.parallel.sharded_parameters import is_replicated, is_sharded
 from flexvarlen.trees.part import layout_of
-from flexvarlen.trees.plan import PlannedPart, TreePlan, plan_parts
+from flexvarlen.trees.plan import PartSizes, PlannedPart, TreePlan, plan_parts
 from flexvarlen.trees.states import PartStates
 
 NOT_PATCHED = (
@@ -68,7 +70,11 @@ def run_parts(
     lengths: Sequence[int] = layout.lengths or () if segments is None else segments.lengths
     parents = [-1] * len(lengths) if segments is None else segments.parents
     plan = plan_parts(lengths, parents, max_tokens)
-    return _batches(model, plan, columns, arguments, layout.device)
+    sizes = None
+    if has_compiled(model):
+        depth = 1 if segments is None else segments.max_depth
+        sizes = PartSizes.of(plan, max_tokens, layout.capacity, depth)
+    return _batches(model, plan, columns, arguments, layout.device, sizes)
 
 
 def _batches(
@@ -77,6 +83,7 @@ def _batches(
     columns: Mapping[str, Tensor],
     arguments: Mapping[str, Any],
     device: torch.device,
+    sizes: PartSizes | None,
 ) -> Iterator[PartBatch]:
     starts = torch.tensor([0, *plan.lengths]).cumsum(0).tolist()
     states, needs_grad = PartStates(), torch.is_grad_enabled()
@@ -85,10 +92,12 @@ def _batches(
         tokens = torch.cat([torch.arange(starts[x], starts[x + 1]) for x in own])
         on_device = tokens.to(device)
         inputs = {name: x.index_select(1, on_device) for name, x in columns.items()}
-        made = layout_of(
-            plan, part, own, states, stores_states=stores, needs_grad=learns, device=device
-        )
-        states.begin_part()
+        if sizes is not None:
+            spare = 0, sizes.tokens - len(tokens)
+            fill = {"shift_labels": IGNORE_INDEX}
+            inputs = {name: pad(x, spare, value=fill.get(name, 0)) for name, x in inputs.items()}
+        flags = {"stores_states": stores, "needs_grad": learns}
+        made = layout_of(plan, part, own, states, **flags, device=device, sizes=sizes)
         return PartBatch(inputs | {"packed_layout": made, **arguments}, tokens)
 
     # A stack, as a conversation of many turns is a deep tree.
@@ -114,6 +123,16 @@ def _batches(
                 states.discard(part.continued)
     finally:
         states.clear()
+
+
+def has_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has the model, a module of it, or one's forward."""
+    return any(
+        "_orig_mod" in each._modules
+        or each._compiled_call_impl is not None
+        or hasattr(each.forward, "_torchdynamo_orig_callable")
+        for each in model.modules()
+    )
 
 
 def _run_without_gradients(model: nn.Module, batch: PartBatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,21 @@ SECOND_BACKWARD = (
     "losses of a part before backward()."
 )
 
+_NUMBERS = count()
+_RUNNING: dict[int, Any] = {}
+
+
+def running_part(number: int) -> Any:
+    """The `TreePart` of a loop that is at this part.
+
+    Raises:
+        RuntimeError: the loop has ended, or is at another part.
+    """
+    found = _RUNNING.get(number)
+    if found is None:
+        raise RuntimeError(ENDED)
+    return found
+
 
 class PartStates:
     """Of one loop over the parts, never of a model.
@@ -52,6 +69,7 @@ class PartStates:
         self._entered: set[LayerState] = set()
         self._awaited: set[LayerState] = set()
         self._ran: set[LayerState] = set()
+        self._number = -1
 
     def store(self, key: LayerState, segment: int, *tensors: Tensor) -> None:
         """Store copies of what the segments below one need of it."""
@@ -79,6 +97,7 @@ class PartStates:
     def clear(self) -> None:
         """Forget everything, as a part that someone holds holds this too."""
         self._stored, self._gradients = {}, {}
+        _RUNNING.pop(self._number, None)
 
     def add_gradients(self, key: LayerState, segment: int, *gradients: Tensor) -> None:
         """Add gradients of what was stored of a segment."""
@@ -113,10 +132,14 @@ class PartStates:
         if learns:
             self._awaited.add(key)
 
-    def begin_part(self) -> None:
-        """Begin a forward."""
+    def begin_part(self, part: Any) -> int:
+        """Begin the forward of a `TreePart`; return its number."""
         self.was_read = False
         self._entered, self._awaited, self._ran = set(), set(), set()
+        _RUNNING.pop(self._number, None)
+        self._number = next(_NUMBERS)
+        _RUNNING[self._number] = part
+        return self._number
 
     def ran_backward(self, key: LayerState) -> None:
         """Note a layer's backward.

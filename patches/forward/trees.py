@@ -35,8 +35,9 @@ def _why_no_parts(given: Given) -> str | None:
     layout: PackedLayout | None = given.boundaries["packed_layout"]
     if layout is None or not layout.shard.is_part_of_tree:
         return None
-    if is_compiled(given.parts.text_tower(given.module)):
-        return "torch.compile"
+    recurrent = given.patch.stages.recurrent is not None
+    if recurrent and is_compiled(given.parts.text_tower(given.module)):
+        return "torch.compile of recurrent layers"
     return "output_router_logits" if returns_router_logits(given) else None
 
 

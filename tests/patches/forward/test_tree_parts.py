@@ -221,9 +221,13 @@ def test_what_does_not_run_in_parts_raises(monkeypatch):
         with pytest.raises(NotImplementedError, match="cannot train in parts under DDP, FSDP"):
             parts(new("llama", "sdpa"), max_tokens=25)
     monkeypatch.undo()
-    compiled = torch.compile(new("llama", "sdpa"), backend="eager")
-    with pytest.raises(NotImplementedError, match=r"in parts with torch\.compile"):
+    compiled = torch.compile(new("lfm2", "sdpa"), backend="eager")
+    with pytest.raises(NotImplementedError, match=r"parts with torch\.compile of recurrent layers"):
         next(shared.parts(compiled, 25))
+    step = torch.compile(new("llama", "sdpa").forward, backend="eager")
+    part = next(shared.parts(new("llama", "sdpa"), 1000))
+    with pytest.raises(ValueError, match="a compiled graph must get parts of one size, got one"):
+        step(**part)
 
 
 @pytest.mark.parametrize("draws", ["dropout", "noise"])
