@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexvarlen.layout.boundaries import is_traced
 from flexvarlen.layout.launch_sizes import NOT_CAPTURED
-from flexvarlen.trees.states import running_part
+from flexvarlen.trees.states import PartStates
 
 if TYPE_CHECKING:
     from flexvarlen.trees.part import TreePart
@@ -68,7 +68,7 @@ class _WithKeysAbove(torch.autograd.Function):
 
 
 def _part(number: Tensor) -> TreePart:
-    part: TreePart = running_part(int(number))
+    part: TreePart = PartStates.running_part(int(number))
     return part
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,22 +36,6 @@ SECOND_BACKWARD = (
     "losses of a part before backward()."
 )
 
-_NUMBERS = count()
-_RUNNING: dict[int, Any] = {}
-
-
-def running_part(number: int) -> Any:
-    """The `TreePart` of a loop that is at this part.
-
-    Raises:
-        RuntimeError: the loop has ended, or is at another part.
-    """
-    found = _RUNNING.get(number)
-    if found is None:
-        raise RuntimeError(ENDED)
-    return found
-
-
 class PartStates:
     """Of one loop over the parts, never of a model.
 
@@ -61,6 +45,9 @@ class PartStates:
     Attributes:
         was_read: whether a layer has asked the current part for its keys or states.
     """
+
+    _numbers: ClassVar[Iterator[int]] = count()
+    _running: ClassVar[dict[int, Any]] = {}
 
     def __init__(self) -> None:
         self.was_read = False
@@ -97,7 +84,7 @@ class PartStates:
     def clear(self) -> None:
         """Forget everything, as a part that someone holds holds this too."""
         self._stored, self._gradients = {}, {}
-        _RUNNING.pop(self._number, None)
+        self._running.pop(self._number, None)
 
     def add_gradients(self, key: LayerState, segment: int, *gradients: Tensor) -> None:
         """Add gradients of what was stored of a segment."""
@@ -112,6 +99,18 @@ class PartStates:
     def pop_gradients(self, key: LayerState, segment: int) -> Tensors:
         """Their sum, once; empty if there are none."""
         return self._gradients.pop((key, segment), ())
+
+    @classmethod
+    def running_part(cls, number: int) -> Any:
+        """The `TreePart` of this number, of any loop.
+
+        Raises:
+            RuntimeError: its loop has ended, or is at another part.
+        """
+        found = cls._running.get(number)
+        if found is None:
+            raise RuntimeError(ENDED)
+        return found
 
     # ---- that each part runs forward and backward once ----
 
@@ -136,9 +135,9 @@ class PartStates:
         """Begin the forward of a `TreePart`; return its number."""
         self.was_read = False
         self._entered, self._awaited, self._ran = set(), set(), set()
-        _RUNNING.pop(self._number, None)
-        self._number = next(_NUMBERS)
-        _RUNNING[self._number] = part
+        self._running.pop(self._number, None)
+        self._number = next(self._numbers)
+        self._running[self._number] = part
         return self._number
 
     def ran_backward(self, key: LayerState) -> None:

@@ -6,6 +6,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 from torch.nn import Dropout
 from torch.nn.parallel import DistributedDataParallel
 
@@ -224,10 +225,6 @@ def test_what_does_not_run_in_parts_raises(monkeypatch):
     compiled = torch.compile(new("lfm2", "sdpa"), backend="eager")
     with pytest.raises(NotImplementedError, match=r"parts with torch\.compile of recurrent layers"):
         next(shared.parts(compiled, 25))
-    step = torch.compile(new("llama", "sdpa").forward, backend="eager")
-    part = next(shared.parts(new("llama", "sdpa"), 1000))
-    with pytest.raises(ValueError, match="a compiled graph must get parts of one size, got one"):
-        step(**part)
 
 
 @pytest.mark.parametrize("draws", ["dropout", "noise"])
