@@ -95,7 +95,7 @@ def tree_logprobs(
         found = None
         for part in shared.parts(base, max_tokens):
             on_device = part.tokens.to(shared.input_ids.device)
-            own = of_part(part)
+            own = of_part(part)[: len(part.tokens)]  # without padding
             if grad_T is not None:
                 own.backward(grad_T[on_device])  # type: ignore[no-untyped-call]
             else:
