@@ -36,6 +36,7 @@ SECOND_BACKWARD = (
     "losses of a part before backward()."
 )
 
+
 class PartStates:
     """Of one loop over the parts, never of a model.
 
