@@ -7,8 +7,8 @@ more; H, Hkv = heads of queries and of keys, D = head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ WITHOUT_INDEX = (
     "whole tree: shared.batch()."
 )
 
+_NUMBERS = count()
 NOT_PADDED = (
     "a compiled graph must get parts of one size, got one that is not padded; pass the compiled "
     "model to shared.parts(model, max_tokens)."
@@ -64,9 +65,9 @@ class TreePart:
         needs_grad: whether its backward must run.
         layout_k: of the keys above as one segment, and of the part's own; None if P is 0. In a
             padded part a tree of padding comes first.
-        number: of the part, int64 `[]` on the host.
         keys_above: K.
         is_padded: whether all parts have the same sizes, as one compiled graph needs.
+        number: of the part, int64 `[]` on the host; that of no other.
     """
 
     states: PartStates
@@ -76,9 +77,9 @@ class TreePart:
     stores_states: bool
     needs_grad: bool
     layout_k: PackedLayout | None
-    number: Tensor
     keys_above: int
     is_padded: bool
+    number: Tensor = field(default_factory=lambda: torch.tensor(next(_NUMBERS), device="cpu"))
     rank: ClassVar[int] = 0
     ranks: ClassVar[int] = 1
     is_whole: ClassVar[bool] = False
@@ -301,9 +302,7 @@ def layout_of(
         stores_states=stores_states,
         needs_grad=needs_grad,
         layout_k=layout_k,
-        number=torch.tensor(0),
         keys_above=keys_above,
         is_padded=sizes is not None,
     )
-    shard.number = torch.tensor(states.begin_part(shard), device="cpu")
     return layout.replace(shard=shard)

@@ -28,8 +28,8 @@ class PartBatch(dict[str, Any]):
     """The keyword arguments of a patched model for a part of a tree.
 
     Attributes:
-        tokens: int64 `[T]`, on the host: where they are in the row of the whole tree; None in a
-            copy that a library makes, on another device.
+        tokens: int64 `[T]`, on the host: where they are in the row of the whole tree, without
+            padding at the end; None in a copy that a library makes, on another device.
     """
 
     def __init__(self, inputs: Mapping[str, Any], tokens: Tensor | None = None) -> None:
@@ -98,6 +98,7 @@ def _batches(
             inputs = {name: pad(x, spare, value=fill.get(name, 0)) for name, x in inputs.items()}
         flags = {"stores_states": stores, "needs_grad": learns}
         made = layout_of(plan, part, own, states, **flags, device=device, sizes=sizes)
+        states.begin_part(made.shard)
         return PartBatch(inputs | {"packed_layout": made, **arguments}, tokens)
 
     # A stack, as a conversation of many turns is a deep tree.

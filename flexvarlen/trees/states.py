@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -47,7 +46,6 @@ class PartStates:
         was_read: whether a layer has asked the current part for its keys or states.
     """
 
-    _numbers: ClassVar[Iterator[int]] = count()
     _running: ClassVar[dict[int, Any]] = {}
 
     def __init__(self) -> None:
@@ -132,14 +130,13 @@ class PartStates:
         if learns:
             self._awaited.add(key)
 
-    def begin_part(self, part: Any) -> int:
-        """Begin the forward of a `TreePart`; return its number."""
+    def begin_part(self, part: Any) -> None:
+        """Begin the forward of a `TreePart`."""
         self.was_read = False
         self._entered, self._awaited, self._ran = set(), set(), set()
         self._running.pop(self._number, None)
-        self._number = next(self._numbers)
+        self._number = int(part.number)
         self._running[self._number] = part
-        return self._number
 
     def ran_backward(self, key: LayerState) -> None:
         """Note a layer's backward.
