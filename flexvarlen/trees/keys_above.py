@@ -9,7 +9,7 @@ of keys, D = head_dim.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,15 @@ from flexvarlen.layout.boundaries import is_traced
 from flexvarlen.layout.launch_sizes import NOT_CAPTURED
 from flexvarlen.trees.states import PartStates
 
-if TYPE_CHECKING:
-    from flexvarlen.trees.part import TreePart
+
+class RunningPart(Protocol):
+    """What the operators ask of a part of a tree: `flexvarlen.trees.part.TreePart`."""
+
+    def join(self, layer: int, k: Tensor, v: Tensor, *, learns: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values `[K + T, Hkv, D]`, from those of the part's tokens."""
+
+    def split_gradients(self, layer: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients `[T, Hkv, D]` of the part's own keys, from those of all."""
 
 
 def with_keys_above(
@@ -67,8 +74,8 @@ class _WithKeysAbove(torch.autograd.Function):
         return *own, None, None, None, None
 
 
-def _part(number: Tensor) -> TreePart:
-    part: TreePart = PartStates.running_part(int(number))
+def _part(number: Tensor) -> RunningPart:
+    part: RunningPart = PartStates.running_part(int(number))
     return part
 
 

@@ -95,9 +95,9 @@ class TreePart:
 
     def positions(self, layout: PackedLayout, positions: Tensor) -> Tensor:
         """Positions from the root, from those in the part."""
-        return (
-            positions if self.layout_k is None else self.layout_k.position_ids()[self.keys_above :]
-        )
+        if self.layout_k is None:
+            return positions
+        return self.layout_k.position_ids()[self.keys_above :]
 
     def keys(
         self, window: int | None, chunk: int | None, group: ProcessGroup | None

@@ -329,6 +329,7 @@ def test_one_graph_for_all_parts(family, backend):
     assert (stats.compilations, stats.graph_breaks) == (2, 0)
     parts = shared.parts(compiled, 64)
     part = next(parts)
+    assert (part["shift_labels"][0, len(part.tokens) :] == -100).all()
     loss = compiled(**part).loss
     with pytest.raises(RuntimeError, match="a part of a tree must run once, in"):
         compiled(**part)
