@@ -139,7 +139,7 @@ def tree_scores(
         for part in shared.parts(model if ranks.is_shared else base, max_tokens):
             on_device = part.tokens.to(shared.input_ids.device)
             scores = of_part(part, names if gradients is None else list(gradients))
-            own = [x[: len(part.tokens)] for x in scores]
+            own = [x[: len(part.tokens)] for x in scores]  # without padding
             if gradients is not None:
                 torch.autograd.backward(own, [x[on_device] for x in gradients.values()])
                 continue

@@ -77,6 +77,12 @@ def compile_sets_the_call():
     assert module._compiled_call_impl is not None
 
 
+def compile_marks_a_function():
+    forward = nn.Linear(2, 2).forward
+    assert not hasattr(forward, "_torchdynamo_orig_callable")
+    assert hasattr(torch.compile(forward, backend="eager"), "_torchdynamo_orig_callable")
+
+
 # ---- transformers ----
 
 

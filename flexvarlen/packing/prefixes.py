@@ -124,22 +124,24 @@ class SharedPrefixes:
 
         Args:
             model: patched; in training without dropout. Each part runs once, in this model. Under
-                DDP and FSDP2 ranks may have different trees, and numbers of parts.
-            max_tokens: tokens of a part at most.
+                DDP and FSDP2 ranks may have different trees, and numbers of parts. If it is
+                compiled, parts are padded, and trees of equal `capacity` and `max_depth` share a
+                graph (longer paths above a part, by powers of two, take another).
+            max_tokens: tokens of a part at most; of a compiled model, exactly.
 
         Returns:
             An iterator of keyword arguments for the model, each with `tokens`, int64 `[T]` on the
-            CPU: its indices in the row; none in the parts that FSDP2 adds where only other ranks
-            have one. The losses add up to that of `batch()`. Run the backward of each before the
-            next; under `torch.no_grad()` each part runs once.
+            CPU: its indices in the row, without those of padding at its end; none in the parts that
+            FSDP2 adds where only other ranks have one. The losses add up to that of `batch()`. Run
+            the backward of each before the next; under `torch.no_grad()` each part runs once.
 
         Raises:
             ValueError: `max_tokens` is below 1, or samples have images; when a part has run, that
                 the model is not patched, has dropout, or runs parts in several dtypes.
             NotImplementedError: the model is sharded by FSDP1, ZeRO-3 or tensor parallelism, or
                 trains inside DDP's forward or with its static_graph; when the first part runs,
-                `output_router_logits`, `torch.compile`, layers without a layer_idx, a convolution
-                wider than 4 tokens.
+                `output_router_logits`, `torch.compile` of recurrent layers or layer by layer,
+                layers without a layer_idx, a convolution wider than 4 tokens.
             RuntimeError: the forward or backward of a part did not run, or ran twice.
 
         >>> for part in shared.parts(model, max_tokens=16_384):  # doctest: +SKIP

@@ -1,14 +1,14 @@
 """`TreePart`: the `shard` of a part's layout. It adds the keys and states above to the part's own.
 
-Shapes: T = tokens of the part, P = tokens above it; H, Hkv = heads of queries and of keys,
-D = head_dim.
+Shapes: T = tokens of the part, P = tokens above it, K = keys above it: P, or in a padded part
+more; H, Hkv = heads of queries and of keys, D = head_dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.row_split import Attend, RowKeys
-from flexvarlen.trees.plan import PlannedPart, TreePlan
+from flexvarlen.trees.keys_above import with_keys_above
+from flexvarlen.trees.plan import PartSizes, PlannedPart, TreePlan
 from flexvarlen.trees.states import LayerState, PartStates
 
 if TYPE_CHECKING:  # not available in a torch built without distributed
@@ -25,6 +26,12 @@ if TYPE_CHECKING:  # not available in a torch built without distributed
 WITHOUT_INDEX = (
     "an attention layer must have a layer_idx to run on a part of a tree, got one without; run the "
     "whole tree: shared.batch()."
+)
+
+_NUMBERS = count()
+NOT_PADDED = (
+    "a compiled graph must get parts of one size, got one that is not padded; pass the compiled "
+    "model to shared.parts(model, max_tokens)."
 )
 
 
@@ -42,9 +49,12 @@ class ContinuedSegment(NamedTuple):
     tokens: slice
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TreePart:
     """Segments of a tree below one path: a `RowSplit` over forwards, and the `RowKeys` of a layer.
+
+    Not frozen, as Dynamo would guard on each field. A graph reads `number`, `keys_above`,
+    `is_padded` and `layout_k`; its operators read the others of the part of that number.
 
     Attributes:
         states: of the loop over the parts.
@@ -53,7 +63,11 @@ class TreePart:
         continued: the segments that other parts continue.
         stores_states: whether this forward stores their keys and states.
         needs_grad: whether its backward must run.
-        layout_k: of the keys above as one segment, and of the part's own; None if P is 0.
+        layout_k: of the keys above as one segment, and of the part's own; None if P is 0. In a
+            padded part a tree of padding comes first.
+        keys_above: K.
+        is_padded: whether all parts have the same sizes, as one compiled graph needs.
+        number: of the part, int64 `[]` on the host; that of no other.
     """
 
     states: PartStates
@@ -63,6 +77,9 @@ class TreePart:
     stores_states: bool
     needs_grad: bool
     layout_k: PackedLayout | None
+    keys_above: int
+    is_padded: bool
+    number: Tensor = field(default_factory=lambda: torch.tensor(next(_NUMBERS), device="cpu"))
     rank: ClassVar[int] = 0
     ranks: ClassVar[int] = 1
     is_whole: ClassVar[bool] = False
@@ -74,16 +91,24 @@ class TreePart:
 
     def position_bound(self, row_tokens: int) -> int:
         """A bound on the positions, which count from the root."""
-        return self.tokens_above + row_tokens
+        return self.keys_above + row_tokens
 
     def positions(self, layout: PackedLayout, positions: Tensor) -> Tensor:
         """Positions from the root, from those in the part."""
-        return positions + self.tokens_above
+        if self.layout_k is None:
+            return positions
+        return self.layout_k.position_ids()[self.keys_above :]
 
     def keys(
         self, window: int | None, chunk: int | None, group: ProcessGroup | None
     ) -> RowKeys[PackedLayout]:
-        """The keys of layers with this mask: all above, and the part's own."""
+        """The keys of layers with this mask: all above, and the part's own.
+
+        Raises:
+            ValueError: a compiled graph got a part that is not padded.
+        """
+        if torch.compiler.is_compiling() and not self.is_padded:
+            raise ValueError(NOT_PADDED)
         return self
 
     def why_not(self, *, causal: bool, window: int | None) -> str | None:
@@ -112,7 +137,7 @@ class TreePart:
         """Call `attend` with the keys above and the part's own.
 
         Args:
-            attend: takes q `[T, H, D]`, and k and v `[P + T, Hkv, D]`.
+            attend: takes q `[T, H, D]`, and k and v `[K + T, Hkv, D]`.
             q, k, v: of the part's tokens.
             sinks: `[H]`, or None.
             layer: index of the layer, which is required here.
@@ -122,37 +147,38 @@ class TreePart:
         """
         if layer is None:
             raise NotImplementedError(WITHOUT_INDEX)
+        k, v = with_keys_above(k, v, self.number, layer, self.keys_above)
+        return attend(q, k, v, sinks)
+
+    def join(self, layer: int, k: Tensor, v: Tensor, *, learns: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values `[K + T, Hkv, D]`, those above first; store those that others need.
+
+        Args:
+            layer: index of the layer.
+            k, v: of the part's tokens.
+            learns: whether they have gradients, or a checkpoint hides it.
+        """
         key = layer, "keys"
-        self._enter(key, k, v)
+        self.states.enter(key, learns=self.needs_grad and learns)
         if self.stores_states:
             for each in self.continued:
                 self.states.store(key, each.segment, k[each.tokens], v[each.tokens])
-        k, v = _WithKeysAbove.apply(k, v, self, key)  # type: ignore[no-untyped-call]
-        return attend(q, k, v, sinks)
-
-    def _enter(self, key: LayerState, *x: Tensor) -> None:
-        """Note the forward of a layer whose tensors may have gradients.
-
-        A reentrant checkpoint runs it without, before the backward that runs it again.
-        """
-        hidden = not torch.is_grad_enabled()
-        learns = self.needs_grad and (hidden or any(each.requires_grad for each in x))
-        self.states.enter(key, learns=learns)
-
-    def join(self, key: LayerState, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[P + T, Hkv, D]`, those above first."""
-        if not self.path:
+        if not self.keys_above:
             return k.view_as(k), v.view_as(v)
         above = [self.states.stored(key, segment, k.dtype) for segment in self.path]
-        return torch.cat([*(x for x, _ in above), k]), torch.cat([*(x for _, x in above), v])
+        padding = self.keys_above - self.tokens_above
+        before = [k.new_zeros(padding, *k.shape[1:])] * (padding > 0)
+        keys = torch.cat([*before, *(x for x, _ in above), k])
+        return keys, torch.cat([*before, *(x for _, x in above), v])
 
-    def split_gradients(self, key: LayerState, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    def split_gradients(self, layer: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """Store the gradients of the keys above, and return those of the part's own keys.
 
-        These include what the parts below have stored. `[P + T, Hkv, D]` -> `[T, Hkv, D]`.
+        These include what the parts below have stored. `[K + T, Hkv, D]` -> `[T, Hkv, D]`.
         """
+        key = layer, "keys"
         self.states.ran_backward(key)
-        done = 0
+        done = self.keys_above - self.tokens_above
         for segment in self.path:
             end = done + len(self.states.stored(key, segment)[0])
             self.states.add_gradients(key, segment, dk[done:end], dv[done:end])
@@ -180,6 +206,15 @@ class TreePart:
         found: Tensor = _LoadState.apply(self, (layer, name), *sources)  # type: ignore[no-untyped-call]
         return found
 
+    def _enter(self, key: LayerState, *x: Tensor) -> None:
+        """Note the forward of a layer whose tensors may have gradients.
+
+        A reentrant checkpoint runs it without, before the backward that runs it again.
+        """
+        hidden = not torch.is_grad_enabled()
+        learns = self.needs_grad and (hidden or any(each.requires_grad for each in x))
+        self.states.enter(key, learns=learns)
+
     def store_states(self, layer: int, name: str, out: Tensor, states: Sequence[Tensor]) -> Tensor:
         """The output of a layer, unchanged; `states` are those of the `continued` segments."""
         key = layer, name
@@ -188,21 +223,6 @@ class TreePart:
                 self.states.store(key, each.segment, state)
         found: Tensor = _StoreStates.apply(self, key, out, *states)  # type: ignore[no-untyped-call]
         return found
-
-
-class _WithKeysAbove(torch.autograd.Function):
-    """Keys and values with those above the part."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, k: Tensor, v: Tensor, part: TreePart, key: LayerState
-    ) -> tuple[Tensor, Tensor]:
-        ctx.part, ctx.key = part, key
-        return part.join(key, k, v)
-
-    @staticmethod
-    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
-        return *ctx.part.split_gradients(ctx.key, dk, dv), None, None
 
 
 class _LoadState(torch.autograd.Function):
@@ -244,6 +264,7 @@ def layout_of(
     stores_states: bool,
     needs_grad: bool,
     device: torch.device,
+    sizes: PartSizes | None = None,
 ) -> PackedLayout:
     """The layout of some segments of a part, with a `TreePart` as its shard.
 
@@ -254,18 +275,34 @@ def layout_of(
         states: of the loop.
         stores_states, needs_grad: as of `TreePart`.
         device: of the tokens.
+        sizes: to which the part is padded, or None.
     """
     lengths = [plan.lengths[segment] for segment in segments]
     index = {segment: i for i, segment in enumerate(segments)}
     parents = [index.get(plan.parents[segment], -1) for segment in segments]
-    layout = PackedLayout.from_tree(lengths, parents, device=device)
-    tokens_above, layout_k = sum(plan.lengths[segment] for segment in part.path), None
-    if tokens_above:
-        below = [0 if parent < 0 else parent + 1 for parent in parents]
-        layout_k = PackedLayout.from_tree([tokens_above, *lengths], [-1, *below], device=device)
+    tokens_above, layout_k = plan.tokens_above(part), None
+    keys_above = tokens_above if sizes is None else sizes.keys_above
+    of_queries, of_keys = ({}, {}) if sizes is None else (sizes.of_queries(), sizes.of_keys())
+    layout = PackedLayout.from_tree(lengths, parents, device=device, **of_queries)
+    if keys_above:
+        padding = [] if sizes is None else [keys_above - tokens_above]
+        path = len(padding)  # the index of the segment of all keys above
+        below = [path if parent < 0 else path + 1 + parent for parent in parents]
+        sizes_k, roots = [*padding, tokens_above, *lengths], [-1] * (path + 1)
+        layout_k = PackedLayout.from_tree(sizes_k, [*roots, *below], device=device, **of_keys)
     starts = list(accumulate(lengths, initial=0))
     continued = tuple(
         ContinuedSegment(x, i := index[x], slice(starts[i], starts[i + 1])) for x in part.continued
     )
-    own = (part.path, tokens_above, continued, stores_states, needs_grad, layout_k)
-    return layout.replace(shard=TreePart(states, *own))
+    shard = TreePart(
+        states=states,
+        path=part.path,
+        tokens_above=tokens_above,
+        continued=continued,
+        stores_states=stores_states,
+        needs_grad=needs_grad,
+        layout_k=layout_k,
+        keys_above=keys_above,
+        is_padded=sizes is not None,
+    )
+    return layout.replace(shard=shard)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from flexvarlen.layout.boundaries import round_up_to_power_of_two
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,58 @@ class TreePlan:
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     roots: tuple[PlannedPart, ...]
+
+    def tokens_above(self, part: PlannedPart) -> int:
+        """Tokens of the path above a part."""
+        return sum(self.lengths[segment] for segment in part.path)
+
+    def longest_path(self) -> int:
+        """The most tokens above any part."""
+        longest, waiting = 0, list(self.roots)
+        while waiting:
+            part = waiting.pop()
+            longest = max(longest, self.tokens_above(part))
+            waiting += part.below
+        return longest
+
+
+class PartSizes(NamedTuple):
+    """The sizes that all parts of a tree are padded to, and later trees' parts too.
+
+    Attributes:
+        tokens: of a part.
+        keys_above: before its own.
+        capacity: slots for its segments.
+        max_depth: a bound on the number of its segments on a path.
+    """
+
+    tokens: int
+    keys_above: int
+    capacity: int
+    max_depth: int
+
+    @classmethod
+    def of(cls, plan: TreePlan, max_tokens: int, capacity: int, max_depth: int) -> PartSizes:
+        """Those of a plan; `capacity` and `max_depth` are of the layout of the whole trees.
+
+        A part holds at most one piece of each segment, as a piece that is not the last fills one.
+        """
+        keys_above = round_up_to_power_of_two(max(plan.longest_path(), max_tokens))
+        capacity = min(capacity, max_tokens)
+        return cls(max_tokens, keys_above, capacity, max(min(max_depth, capacity), 2))
+
+    def of_queries(self) -> dict[str, int]:
+        """Arguments of `PackedLayout.from_tree` for a part's tokens."""
+        return self._of(self.tokens, self.capacity, self.max_depth)
+
+    def of_keys(self) -> dict[str, int]:
+        """Those for its keys: below padding, as a tree of its own, and one segment above them."""
+        return self._of(self.keys_above + self.tokens, self.capacity + 2, self.max_depth + 1)
+
+    @staticmethod
+    def _of(tokens: int, capacity: int, max_depth: int) -> dict[str, int]:
+        sizes = {"total_tokens": tokens, "max_seqlen_bound": tokens}
+        return sizes | {"capacity": capacity, "max_depth": max_depth}
 
 
 def plan_parts(lengths: Sequence[int], parents: Sequence[int], max_tokens: int) -> TreePlan:

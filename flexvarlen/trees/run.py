@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.trees.part import layout_of
-from flexvarlen.trees.plan import TreePlan, plan_parts
+from flexvarlen.trees.plan import PartSizes, TreePlan, plan_parts
 from flexvarlen.trees.ranks import ModelRanks, check_runs_in_parts, ranks_of
 from flexvarlen.trees.states import PartStates
 from flexvarlen.trees.steps import Step, steps_of
 
 _ONE_TOKEN = plan_parts([1], [-1], 1)
+"""What a rank runs if it has no part where others have one: a token of no tree, without a label."""
 
 NOT_PATCHED = (
     "model must be patched to run a tree in parts, got one whose layers did not get the documents; "
@@ -30,9 +32,9 @@ class PartBatch(dict[str, Any]):
     """The keyword arguments of a patched model for a part of a tree.
 
     Attributes:
-        tokens: int64 `[T]`, on the host: where they are in the row of the whole tree; None in a
-            copy that a library makes, on another device. Empty in a part of no tree, which a rank
-            runs under FSDP2 when only others have a part.
+        tokens: int64 `[T]`, on the host: where they are in the row of the whole tree, without
+            padding at the end; None in a copy that a library makes, on another device. Empty in a
+            part of no tree, which a rank runs under FSDP2 when only others have a part.
     """
 
     def __init__(self, inputs: Mapping[str, Any], tokens: Tensor | None = None) -> None:
@@ -68,8 +70,11 @@ def run_parts(
     """
     max_tokens = require_int_at_least("max_tokens", max_tokens, 1)
     check_runs_in_parts(model)
-    plan = plan_parts(*tree_of(layout), max_tokens)
-    return _batches(ranks_of(model), plan, columns, arguments, layout.device)
+    plan, sizes = plan_parts(*tree_of(layout), max_tokens), None
+    if has_compiled(model):
+        depth = 1 if layout.segments is None else layout.segments.max_depth
+        sizes = PartSizes.of(plan, max_tokens, layout.capacity, depth)
+    return _batches(ranks_of(model), plan, columns, arguments, layout.device, sizes)
 
 
 def tree_of(layout: PackedLayout) -> tuple[Sequence[int], Sequence[int]]:
@@ -86,20 +91,30 @@ def _batches(
     columns: Mapping[str, Tensor],
     arguments: Mapping[str, Any],
     device: torch.device,
+    sizes: PartSizes | None,
 ) -> Iterator[PartBatch]:
     starts = torch.tensor([0, *plan.lengths]).cumsum(0).tolist()
     states, needs_grad = PartStates(), torch.is_grad_enabled()
 
     def batch(step: Step) -> PartBatch:
-        learns = needs_grad and not step.is_first_pass
-        states.begin_part()
         if step.part is None:
-            return _empty_batch(states, columns, arguments, device, learns=learns)
-        tokens = torch.cat([torch.arange(starts[x], starts[x + 1]) for x in step.segments])
-        on_device = tokens.to(device)
-        inputs = {name: x.index_select(1, on_device) for name, x in columns.items()}
-        own = (plan, step.part, step.segments, states)
-        made = layout_of(*own, stores_states=step.stores, needs_grad=learns, device=device)
+            tree, part, tokens = _ONE_TOKEN, _ONE_TOKEN.roots[0], torch.arange(0)
+            segments = part.segments
+            inputs = {name: x.new_zeros(1, 1) for name, x in columns.items()}
+            inputs["shift_labels"].fill_(IGNORE_INDEX)
+        else:
+            tree, part, segments = plan, step.part, step.segments
+            tokens = torch.cat([torch.arange(starts[x], starts[x + 1]) for x in segments])
+            on_device = tokens.to(device)
+            inputs = {name: x.index_select(1, on_device) for name, x in columns.items()}
+        if sizes is not None:
+            spare = 0, sizes.tokens - inputs["shift_labels"].shape[1]
+            fill = {"shift_labels": IGNORE_INDEX}
+            inputs = {name: pad(x, spare, value=fill.get(name, 0)) for name, x in inputs.items()}
+        learns = needs_grad and not step.is_first_pass
+        flags = {"stores_states": step.stores, "needs_grad": learns}
+        made = layout_of(tree, part, segments, states, **flags, device=device, sizes=sizes)
+        states.begin_part(made.shard)
         return PartBatch(inputs | {"packed_layout": made, **arguments}, tokens)
 
     try:
@@ -117,20 +132,14 @@ def _batches(
         states.clear()
 
 
-def _empty_batch(
-    states: PartStates,
-    columns: Mapping[str, Tensor],
-    arguments: Mapping[str, Any],
-    device: torch.device,
-    *,
-    learns: bool,
-) -> PartBatch:
-    """A token of no tree, without a label, of a rank that has no part where others have one."""
-    inputs = {name: x.new_zeros(1, 1) for name, x in columns.items()}
-    inputs["shift_labels"].fill_(IGNORE_INDEX)
-    own = (_ONE_TOKEN, _ONE_TOKEN.roots[0], (0,), states)
-    made = layout_of(*own, stores_states=False, needs_grad=learns, device=device)
-    return PartBatch(inputs | {"packed_layout": made, **arguments}, torch.arange(0))
+def has_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has the model, a module of it, or one's forward."""
+    return any(
+        "_orig_mod" in each._modules
+        or each._compiled_call_impl is not None
+        or hasattr(each.forward, "_torchdynamo_orig_callable")
+        for each in model.modules()
+    )
 
 
 def _run_without_gradients(model: nn.Module, batch: PartBatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class PartStates:
         was_read: whether a layer has asked the current part for its keys or states.
     """
 
+    _running: ClassVar[dict[int, Any]] = {}
+
     def __init__(self) -> None:
         self.was_read = False
         self._stored: dict[tuple[LayerState, int], Tensors] = {}
@@ -52,6 +55,7 @@ class PartStates:
         self._entered: set[LayerState] = set()
         self._awaited: set[LayerState] = set()
         self._ran: set[LayerState] = set()
+        self._number = -1
 
     def store(self, key: LayerState, segment: int, *tensors: Tensor) -> None:
         """Store copies of what the segments below one need of it."""
@@ -79,6 +83,7 @@ class PartStates:
     def clear(self) -> None:
         """Forget everything, as a part that someone holds holds this too."""
         self._stored, self._gradients = {}, {}
+        self._running.pop(self._number, None)
 
     def add_gradients(self, key: LayerState, segment: int, *gradients: Tensor) -> None:
         """Add gradients of what was stored of a segment."""
@@ -93,6 +98,18 @@ class PartStates:
     def pop_gradients(self, key: LayerState, segment: int) -> Tensors:
         """Their sum, once; empty if there are none."""
         return self._gradients.pop((key, segment), ())
+
+    @classmethod
+    def running_part(cls, number: int) -> Any:
+        """The `TreePart` of this number, of any loop.
+
+        Raises:
+            RuntimeError: its loop has ended, or is at another part.
+        """
+        found = cls._running.get(number)
+        if found is None:
+            raise RuntimeError(ENDED)
+        return found
 
     # ---- that each part runs forward and backward once ----
 
@@ -113,10 +130,13 @@ class PartStates:
         if learns:
             self._awaited.add(key)
 
-    def begin_part(self) -> None:
-        """Begin a forward."""
+    def begin_part(self, part: Any) -> None:
+        """Begin the forward of a `TreePart`."""
         self.was_read = False
         self._entered, self._awaited, self._ran = set(), set(), set()
+        self._running.pop(self._number, None)
+        self._number = int(part.number)
+        self._running[self._number] = part
 
     def ran_backward(self, key: LayerState) -> None:
         """Note a layer's backward.

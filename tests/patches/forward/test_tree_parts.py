@@ -8,10 +8,12 @@ from functools import cache, partial
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 from torch.nn import Dropout
 from torch.nn.parallel import DistributedDataParallel
 
 import flexvarlen as fv
+from flexvarlen.measure import watch_compilation
 from flexvarlen.reference.model import Float64, float64_model
 from flexvarlen.reference.recurrences import plain_recurrences
 from tests.contract_oracle import gradients_of
@@ -252,8 +254,8 @@ def test_what_does_not_run_in_parts_raises(monkeypatch):
         with pytest.raises(NotImplementedError, match="cannot train in parts inside DDP's forward"):
             parts(new("llama", "sdpa"), max_tokens=25)
     monkeypatch.undo()
-    compiled = torch.compile(new("llama", "sdpa"), backend="eager")
-    with pytest.raises(NotImplementedError, match=r"in parts with torch\.compile"):
+    compiled = torch.compile(new("lfm2", "sdpa"), backend="eager")
+    with pytest.raises(NotImplementedError, match=r"parts with torch\.compile of recurrent layers"):
         next(shared.parts(compiled, 25))
 
 
@@ -325,6 +327,64 @@ def test_autocast_around_the_forward_alone_raises():
 def next_outside_autocast(parts):
     with torch.autocast("cpu", enabled=False):
         return next(parts)
+
+
+# ---- compiled ----
+
+SIZES = {"capacity": 16, "max_depth": 4}
+
+
+def trees():
+    """Of other shapes; a part of the last one has no padding."""
+    texts, full = samples(), [*range(3, 35), *range(3, 35)]
+    turns = [[*texts[0][:50], *[turn] * 9, x] for turn in range(8, 12) for x in (3, 4)]
+    return [fv.share_prefixes(x, **SIZES) for x in (texts, texts[:3], [*turns, full])]
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [("llama", "sdpa"), pytest.param("qwen3_windows", "reference", marks=pytest.mark.slow)],
+)
+def test_one_graph_for_all_parts(family, backend):
+    """One with gradients and one without, which raise as eager parts do."""
+    torch._dynamo.reset()
+    model = new(family, backend)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with watch_compilation() as stats:
+        for shared in trees():
+            found, expected = in_parts(compiled, shared, 64), in_parts(model, shared, 64)
+            assert found[2] == expected[2] > 2
+            torch.testing.assert_close(found[0], expected[0], atol=0, rtol=1e-12)
+            gradients = {name.removeprefix("_orig_mod."): x for name, x in found[1].items()}
+            assert_equal(gradients, expected[1], 1e-12)
+    assert (stats.compilations, stats.graph_breaks) == (2, 0)
+    parts = shared.parts(compiled, 64)
+    part = next(parts)
+    assert (part["shift_labels"][0, len(part.tokens) :] == -100).all()
+    loss = compiled(**part).loss
+    with pytest.raises(RuntimeError, match="a part of a tree must run once, in"):
+        compiled(**part)
+    with pytest.raises(RuntimeError, match="each part of a tree must run backward before"):
+        next(parts)
+    with pytest.raises(RuntimeError, match="must run inside its loop"):
+        loss.backward()
+    with pytest.raises(Unsupported, match="a compiled graph must get parts of one size, got one"):
+        compiled(**next(shared.parts(model, 64)))
+
+
+@pytest.mark.slow
+def test_flex_in_a_graph():
+    """By inductor, without gradients, which flex has on a GPU alone."""
+    torch._dynamo.reset()
+    eager, model = new("llama", "sdpa", torch.float32), new("llama", "flex", torch.float32)
+    compiled = torch.compile(model, fullgraph=True)
+    with watch_compilation() as stats, torch.no_grad():
+        for shared in trees():
+            whole = eager(**shared.batch()).logits[0]
+            for part in shared.parts(compiled, 64):
+                logits = compiled(**part).logits[0][: len(part.tokens)]
+                torch.testing.assert_close(logits, whole[part.tokens], atol=1e-4, rtol=1e-4)
+    assert (stats.compilations, stats.graph_breaks) == (1, 0)
 
 
 # ---- log-probabilities, for any loss ----

@@ -1,0 +1,114 @@
+"""Keys and values with those above a part of a tree, in eager mode and as operators of a graph.
+
+What differs from part to part must not be in a compiled graph. So a graph holds a number on the
+host, by which its operators find the part that runs.
+
+Shapes: K = keys above the part, padding before them included; T = tokens of the part; Hkv = heads
+of keys, D = head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flexvarlen.layout.boundaries import is_traced
+from flexvarlen.layout.launch_sizes import NOT_CAPTURED
+from flexvarlen.trees.states import PartStates
+
+
+class RunningPart(Protocol):
+    """What the operators ask of a part of a tree: `flexvarlen.trees.part.TreePart`."""
+
+    def join(self, layer: int, k: Tensor, v: Tensor, *, learns: bool) -> tuple[Tensor, Tensor]:
+        """Keys and values `[K + T, Hkv, D]`, from those of the part's tokens."""
+
+    def split_gradients(self, layer: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients `[T, Hkv, D]` of the part's own keys, from those of all."""
+
+
+def with_keys_above(
+    k: Tensor, v: Tensor, number: Tensor, layer: int, keys_above: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values `[K + T, Hkv, D]` of a layer: padding, those above, and the part's own.
+
+    Args:
+        k, v: of the part's tokens, `[T, Hkv, D]`.
+        number: of the part that runs, int64 `[]` on the host.
+        layer: index of the layer.
+        keys_above: K.
+
+    Raises:
+        RuntimeError: the part's loop has ended or gone on, or the layer runs a second time.
+
+    Differentiable once; the gradients of the keys above go to the parts that have them. No sync;
+    traces under `fullgraph=True`.
+    """
+    # A reentrant checkpoint runs a forward without gradients, before the backward runs it again.
+    learns = not torch.is_grad_enabled() or k.requires_grad or v.requires_grad
+    k, v = _WithKeysAbove.apply(k, v, number, layer, keys_above, learns)  # type: ignore[no-untyped-call]
+    return k, v
+
+
+class _WithKeysAbove(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, number: Tensor, layer: int, keys_above: int, learns: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(number)
+        ctx.layer, ctx.keys_above = layer, keys_above
+        if is_traced():
+            k, v = _forward_operator(k, v, number, layer, keys_above, learns)
+            return k, v
+        return _part(number).join(layer, k, v, learns=learns)
+
+    @staticmethod
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (number,) = ctx.saved_tensors
+        if is_traced():
+            own = _backward_operator(dk, dv, number, ctx.layer, ctx.keys_above)
+        else:
+            own = _part(number).split_gradients(ctx.layer, dk, dv)
+        return *own, None, None, None, None
+
+
+def _part(number: Tensor) -> RunningPart:
+    part: RunningPart = PartStates.running_part(int(number))
+    return part
+
+
+@torch.library.custom_op("flexvarlen::keys_above", mutates_args=(), tags=NOT_CAPTURED)
+def _forward_operator(
+    k: Tensor, v: Tensor, number: Tensor, layer: int, keys_above: int, learns: bool
+) -> tuple[Tensor, Tensor]:
+    joined = _part(number).join(layer, k, v, learns=learns)
+    return _copies(joined) if keys_above == 0 else joined
+
+
+@_forward_operator.register_fake
+def _(
+    k: Tensor, v: Tensor, number: Tensor, layer: int, keys_above: int, learns: bool
+) -> tuple[Tensor, Tensor]:
+    k, v = (x.new_empty(keys_above + x.shape[0], *x.shape[1:]) for x in (k, v))
+    return k, v
+
+
+@torch.library.custom_op("flexvarlen::keys_above_backward", mutates_args=(), tags=NOT_CAPTURED)
+def _backward_operator(
+    dk: Tensor, dv: Tensor, number: Tensor, layer: int, keys_above: int
+) -> tuple[Tensor, Tensor]:
+    return _copies(_part(number).split_gradients(layer, dk, dv))
+
+
+@_backward_operator.register_fake
+def _(dk: Tensor, dv: Tensor, number: Tensor, layer: int, keys_above: int) -> tuple[Tensor, Tensor]:
+    dk, dv = (x.new_empty(x.shape[0] - keys_above, *x.shape[1:]) for x in (dk, dv))
+    return dk, dv
+
+
+def _copies(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """An operator must not return views of its inputs."""
+    first, second = (x.clone(memory_format=torch.contiguous_format) for x in pair)
+    return first, second
