@@ -139,9 +139,16 @@ class Trees(Suite[TreeCase]):
         return map(_table, records_alike(records, shapes, of_one_run=True))
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        """A table for each machine and model."""
-        models = [g for own in by_machine(records) for g in grouped(own, "geometry").values()]
-        return [table for table in map(_page_table, models) if table.lines]
+        """A table for each machine and model, and one of its steps in parts."""
+        tables_of = {False: _page_table, True: _parts_table}
+        found = [
+            tables_of[in_parts]([r for r in own if (r.case["kind"] == "parts") == in_parts])
+            for in_parts in tables_of
+            for machine in by_machine(records)
+            for own in grouped(machine, "geometry").values()
+            if any((r.case["kind"] == "parts") == in_parts for r in own)
+        ]
+        return [table for table in found if table.lines]
 
 
 def _kernel(options: Options) -> str:
@@ -182,7 +189,8 @@ def _parts_table(records: Sequence[Record]) -> Table:
 
     def tokens(record: Record) -> str:
         found = record.measures.get("tokens_of_forwards", [])
-        return f"{len(found)} of {min(found):,} to {max(found):,}" if found else NOTHING
+        sizes = " to ".join(f"{x:,}" for x in sorted({min(found), max(found)})) if found else ""
+        return f"{len(found)} of {sizes}" if found else NOTHING
 
     columns = [
         tables.number("tokens of the samples", "sample_tokens", ",.0f"),
