@@ -3,6 +3,7 @@
     dpo, dpo-4096, dpo-compiled   DPOTrainer with a reference model of the policy's weights
     grpo, grpo-16, grpo-4096, …   GRPOTrainer's policy update, without the generation, at other
                                   sizes of the groups and lengths of the prompts
+    grpo-step                     a step of 8 prompts with 16 answers, in micro-batches of 4 rows
     grpo-hybrid-4096              the same of a model with recurrent layers, its layers checkpointed
     grpo-experts-4096             of a mixture of experts, with the router's auxiliary loss
     reward                        RewardTrainer
@@ -17,6 +18,7 @@ with a learning rate of 0, so that all variants meet the same weights:
     auto, fa3, …                          `patch_trainer(trainer, backend)`
     auto@128, …                           the same with `unpad_to_multiple_of=128`
     auto+shared, …                        the same with `share_prefixes=True`
+    auto+tree                             and `tokens_per_part=65536`: one tree for a step
     auto+packed                           the same on rows of `PackedCollator`
 
 Loss and gradients of the first batch are held against the same padded run in fp32, by the
@@ -80,6 +82,7 @@ KNOWN = (*PADDED, "auto", *fv.BACKENDS)
 REPEATS = 11
 
 HYBRID = ("padded-fa3", "auto", "auto+shared")
+TOKENS_PER_PART = 65_536
 IMAGES = ("padded-fa3", "padded-sdpa", "auto", "auto+packed")
 
 
@@ -97,7 +100,7 @@ class Preference(Suite[PreferenceCase]):
         if case.images:
             return IMAGES if case.task == "images" else (*IMAGES[:3], "auto+shared")
         if case.checkpointing:
-            return HYBRID
+            return (*HYBRID, "auto+tree") if case.micro_batches > 1 else HYBRID
         return SHARED if case.task in ("dpo", "grpo") else EAGER
 
     def measure(self, case: PreferenceCase, variants: Sequence[str], options: Options) -> Findings:
@@ -178,12 +181,27 @@ class _Run:
         """Forward and backward of each batch; the gradients are the parameters' own."""
         trainer.model.zero_grad(set_to_none=True)
         sum_of_losses = 0.0
-        for batch in batches:
-            loss: Tensor = trainer.compute_loss(call, dict(batch))
+        for micro_batch in itertools.chain(*(self.micro_batches(trainer, x) for x in batches)):
+            loss: Tensor = trainer.compute_loss(call, micro_batch)
             loss.backward()  # type: ignore[no-untyped-call]
             sum_of_losses += float(loss.detach())
         parameters = trainer.model.named_parameters()
         return _Outcome(sum_of_losses, {n: p.grad for n, p in parameters if p.grad is not None})
+
+    def micro_batches(self, trainer: Any, batch: Batch) -> list[Batch]:
+        """The micro-batches of a batch: rows of one prompt each, as `patch_trainer` shuffles."""
+        count = self.case.micro_batches
+        if count == 1 or len(batch["prompt_ids"]) < self.case.samples:
+            return [dict(batch)]
+        rows = self.case.samples // count
+        found = [
+            {name: x[i : i + rows] if x.ndim else x for name, x in batch.items()}
+            for i in range(0, self.case.samples, rows)
+        ]
+        trainer._buffered_inputs, trainer._step = found, 0
+        trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = count
+        trainer.get_batch_samples(iter(()), 0, self.device)  # begins a step
+        return found
 
     def in_plain_torch(self, trainer: Any) -> _Outcome:
         """What the first batch gives, layers checkpointed; of a large batch group after group."""
@@ -256,17 +274,20 @@ class _Run:
         return {name: self.case.samples / (own / 1e3) for name, own in times.items()}
 
     def eagerly(self, trainer: Any, batch: Batch) -> tuple[_Outcome, int, fv.PackedLayout | None]:
-        """What a batch gives, and the tokens and documents of the policy's first layer."""
+        """What a batch gives, and the tokens and first documents of the policy's first layer."""
         inputs: list[tuple[int, fv.PackedLayout | None]] = []
 
         def note(_: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
             packed = kwargs.get(CONTEXT)
-            inputs.append((args[0].shape[:2].numel(), None if packed is None else packed.layout))
+            if torch._C._current_graph_task_id() == -1:  # not a checkpoint's, in the backward
+                tokens = args[0].shape[:2].numel()
+                inputs.append((tokens, None if packed is None else packed.layout))
 
         layer = layers_of(trainer.model)[0]
         hook = layer.register_forward_pre_hook(note, with_kwargs=True)
         try:
-            return self.outcome(trainer, trainer.model, batch), *inputs[0]
+            found = self.outcome(trainer, trainer.model, batch)
+            return found, sum(tokens for tokens, _ in inputs), inputs[0][1]
         finally:
             hook.remove()
 
@@ -277,7 +298,7 @@ class _Run:
             Unsupported: transformers has not that attention here.
             NotImplementedError, ImportError: ours has not.
         """
-        attention, multiple, shared = _split(variant)
+        attention, multiple, more = _split(variant)
 
         def copy(model: Any) -> Any:
             own = share(model)
@@ -290,7 +311,11 @@ class _Run:
             checkpoint_layers(trainer.model)
         if attention not in PADDED:
             fv.patch_trainer(
-                trainer, attention, unpad_to_multiple_of=multiple, share_prefixes=shared
+                trainer,
+                attention,
+                unpad_to_multiple_of=multiple,
+                share_prefixes=more in ("shared", "tree"),
+                tokens_per_part=TOKENS_PER_PART if more == "tree" else None,
             )
         return trainer
 
@@ -335,21 +360,22 @@ class _Run:
     def step(self, trainer: Any, call: Callable[..., Any], batches: Any) -> None:
         """What is timed."""
         trainer.model.zero_grad(set_to_none=True)
-        trainer.compute_loss(call, dict(next(batches))).backward()
+        for micro_batch in self.micro_batches(trainer, next(batches)):
+            trainer.compute_loss(call, micro_batch).backward()
         self.optimizer.step()
 
 
-def _split(variant: str) -> tuple[str, int | None, bool]:
-    """The attention of a variant, `unpad_to_multiple_of`, and `share_prefixes`.
+def _split(variant: str) -> tuple[str, int | None, str]:
+    """The attention of a variant, `unpad_to_multiple_of`, and what else it has.
 
     >>> _split("auto+shared")
-    ('auto', None, True)
+    ('auto', None, 'shared')
     >>> _split("auto@128")
-    ('auto', 128, False)
+    ('auto', 128, '')
     """
     rest, _, more = variant.partition("+")
     attention, _, multiple = rest.partition("@")
-    return attention, int(multiple) if multiple else None, more == "shared"
+    return attention, int(multiple) if multiple else None, more
 
 
 SUITE = Preference()

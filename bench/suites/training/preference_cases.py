@@ -18,6 +18,7 @@ class PreferenceCase(GeometryCase):
         samples: of a batch: pairs, completions of GRPO, or texts.
         group: completions of one prompt in GRPO.
         batches: taken in turns; the first is checked.
+        micro_batches: that a batch is dealt out to, row by row; their gradients add up.
         step: what is timed.
         checkpointing: whether the backward computes the layers' insides again; the reference then
             runs one group at a time too, of text.
@@ -36,6 +37,7 @@ class PreferenceCase(GeometryCase):
     samples: int = 8
     group: int = 8
     batches: int = 1
+    micro_batches: int = 1
     step: str = "forward, backward, AdamW"
     checkpointing: bool = False
     images: int = 0
@@ -43,7 +45,9 @@ class PreferenceCase(GeometryCase):
     largest_image: int = 1500
 
     def data(self) -> dict[str, Any]:
-        hidden = ("name",) if self.images else ("name", "images", "smallest_image", "largest_image")
+        hidden = ["name"] if self.micro_batches > 1 else ["name", "micro_batches"]
+        if not self.images:
+            hidden += ["images", "smallest_image", "largest_image"]
         return {field: value for field, value in super().data().items() if field not in hidden}
 
 
@@ -70,6 +74,17 @@ CASES = (
         checkpointing=True,  # without shared prompts 147,456 tokens
     ),
     replace(LONG, name="grpo-experts-4096", geometry="qwen3-30b-a3b", layers=4),
+    replace(
+        LONG,
+        name="grpo-step",
+        geometry="qwen3-0.6b",
+        samples=128,
+        group=16,
+        micro_batches=32,
+        shortest=256,
+        longest=256,
+        checkpointing=True,
+    ),
     PreferenceCase(name="reward", task="reward"),
     PreferenceCase(
         name="classification", task="classification", prompt=0, shortest=0, longest=4096
@@ -83,6 +98,7 @@ CASES = (
 )
 QUICK: dict[str, Any] = {"geometry": "qwen3-tiny", "layers": 1, "batches": 1, "shortest": 3}
 QUICK_OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {"samples": 8, "group": 4, "micro_batches": 4},
     "qwen3.5-2b": {"geometry": "qwen3.5-tiny", "layers": 2, "samples": 16},
     "qwen3-30b-a3b": {"geometry": "qwen3-moe-tiny"},
     "qwen3-vl-2b": {
