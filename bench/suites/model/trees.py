@@ -69,6 +69,8 @@ DENSE, HYBRID, SMALL = "qwen3-1.7b", "qwen3.5-2b", "qwen3-0.6b"
 LAYERS = {DENSE: 14, HYBRID: 12, SMALL: 28}
 PART_LAYERS = LAYERS | {HYBRID: 8}
 OTHER_TREES = {DENSE: 5, HYBRID: 20}
+MINUTE_TOKENS = 500_000
+"""A larger tree takes a minute for a step."""
 SLOW_S = 6.0
 """A step that takes longer is timed once; of repeated samples one takes about two seconds."""
 
@@ -103,7 +105,8 @@ class Trees(Suite[TreeCase]):
     def variants(self, case: TreeCase, options: Options) -> Sequence[str]:
         if case.kind == "parts":
             if case.geometry == SMALL:
-                return ["checkpointed", f"{PARTS}16384", f"{CHECKPOINTED}{PARTS}16384"]
+                in_parts = [f"{PARTS}16384", f"{CHECKPOINTED}{PARTS}16384"]
+                return in_parts[:1] if case.tokens > MINUTE_TOKENS else ["checkpointed", *in_parts]
             budgets = (100, 40) if options.is_small else (49_152, 32_768, 16_384, 8192)
             first = ["whole"] if is_hybrid(case.geometry) else [f"{REPEATED}auto", "checkpointed"]
             return [*first, *(f"{PARTS}{tokens}" for tokens in budgets)]
