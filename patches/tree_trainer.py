@@ -122,6 +122,8 @@ class StepTrees:
             names=names,
             max_tokens=tokens_per_part,
             temperature=getattr(trainer, "temperature", 1.0),
+            # Other ranks may have several parts, and losses talk between forward and backward.
+            runs_twice=trainer.accelerator.num_processes > 1,
         )
         self.begin_step()
 
@@ -286,8 +288,8 @@ def step_trees(trainer: Any, tokens_per_part: int) -> Callable[[], None]:
 
 
 def _refused(trainer: Any) -> Iterator[str]:
-    if trainer.accelerator.num_processes > 1 or trainer.is_deepspeed_enabled:
-        yield "DDP, FSDP or DeepSpeed, whose ranks would have other numbers of parts"
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        yield "FSDP or DeepSpeed: use DDP"
     if trainer.aux_loss_enabled:
         yield "a router's loss: set router_aux_loss_coef=0"
     if getattr(trainer.args, "cast_lm_head_to_fp32", False):

@@ -10,6 +10,7 @@ import torch
 import flexvarlen as fv
 from flexvarlen.patches import tree_trainer
 from flexvarlen.patches.batch import shared_rows
+from tests.patches import tree_trainer_ranks as cases
 from tests.patches.padded_trainers import (
     CASES,
     DPO,
@@ -111,6 +112,35 @@ def test_preferences_under_autocast(tmp_path):
     assert dtypes == {torch.bfloat16}
 
 
+# ---- several processes ----
+
+TWO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+ON_RANKS = {
+    "grpo": (GRPO.varied(**TWO, num_generations=4, beta=0.0), (SMALL, SMALL)),
+    "grpo_lora": (GRPO.varied(**TWO, num_generations=4, peft_config=LORA), (WHOLE, WHOLE)),
+    # A step has two trees, of which one may have one micro-batch.
+    "grpo_two_generations_a_step": (
+        GRPO.varied(
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=3,
+            steps_per_generation=2,
+            num_generations=4,
+            beta=0.0,
+        ),
+        (SMALL, WHOLE),
+    ),
+    "dpo": (DPO.varied(**TWO), (SMALL, WHOLE)),
+    "dpo_lora": (DPO.varied(**TWO, peft_config=LORA), (WHOLE, WHOLE)),
+}
+"""Trainers, and the `tokens_per_part` of two ranks: with `WHOLE`, a tree is one part."""
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_ddp(ranks, name):
+    """Each rank has other samples, and may have another number of parts."""
+    ranks.run(cases.learned, *ON_RANKS[name])
+
+
 # ---- tokens that run ----
 
 
@@ -181,10 +211,11 @@ def test_refusals(case, options, error, words, tmp_path):
     assert not fv.is_patched(trainer.model)
 
 
-def test_several_processes_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_sharded_models_are_refused(name, tmp_path, monkeypatch):
     trainer = GROUPS.make(tmp_path)
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    with pytest.raises(NotImplementedError, match="DDP, FSDP or DeepSpeed"):
+    monkeypatch.setattr(trainer, name, True)
+    with pytest.raises(NotImplementedError, match="FSDP or DeepSpeed: use DDP"):
         fv.patch_trainer(trainer, "sdpa", share_prefixes=True, tokens_per_part=SMALL)
     assert not fv.is_patched(trainer.model)
 
