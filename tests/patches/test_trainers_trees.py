@@ -137,8 +137,14 @@ ON_RANKS = {
 
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_ddp(ranks, name):
-    """Each rank has other samples, and may have another number of parts."""
-    ranks.run(cases.learned, *ON_RANKS[name])
+    """Each rank has other samples, and may have another number of parts; a step reduces once."""
+    case, tokens_per_part = ON_RANKS[name]
+    parts = ranks.run(cases.learned, case, tokens_per_part)
+    assert parts[0] != parts[1]
+    for own, most in zip(parts, tokens_per_part, strict=True):
+        assert max(tokens for tokens, _ in own) <= most
+        assert sum(reduces for _, reduces in own) == 2  # steps
+        assert own[-1][1]
 
 
 # ---- tokens that run ----
