@@ -288,8 +288,9 @@ def step_trees(trainer: Any, tokens_per_part: int) -> Callable[[], None]:
 
 
 def _refused(trainer: Any) -> Iterator[str]:
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        yield "FSDP or DeepSpeed: use DDP"
+    is_fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
+    if is_fsdp1 or trainer.is_deepspeed_enabled:
+        yield "DeepSpeed or FSDP1: use DDP or FSDP2"
     if trainer.aux_loss_enabled:
         yield "a router's loss: set router_aux_loss_coef=0"
     if getattr(trainer.args, "cast_lm_head_to_fp32", False):

@@ -115,18 +115,13 @@ def test_preferences_under_autocast(tmp_path):
 # ---- several processes ----
 
 TWO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-ON_RANKS = {
-    "grpo": (GRPO.varied(**TWO, num_generations=4, beta=0.0), (SMALL, SMALL)),
-    "grpo_lora": (GRPO.varied(**TWO, num_generations=4, peft_config=LORA), (WHOLE, WHOLE)),
-    # A step has two trees, of which one may have one micro-batch.
+GROUPS_OF_TWO = GRPO.varied(**TWO, num_generations=4, beta=0.0)
+UNDER_DDP = {
+    "grpo": (GROUPS_OF_TWO, (SMALL, SMALL)),
+    "grpo_lora": (GROUPS_OF_TWO.varied(beta=0.1, peft_config=LORA), (WHOLE, WHOLE)),
+    # Of a step's two trees, one has two micro-batches.
     "grpo_two_generations_a_step": (
-        GRPO.varied(
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=3,
-            steps_per_generation=2,
-            num_generations=4,
-            beta=0.0,
-        ),
+        GROUPS_OF_TWO.varied(gradient_accumulation_steps=3, steps_per_generation=2),
         (SMALL, WHOLE),
     ),
     "dpo": (DPO.varied(**TWO), (SMALL, WHOLE)),
@@ -135,16 +130,25 @@ ON_RANKS = {
 """Trainers, and the `tokens_per_part` of two ranks: with `WHOLE`, a tree is one part."""
 
 
-@pytest.mark.parametrize("name", ON_RANKS)
+@pytest.mark.parametrize("name", UNDER_DDP)
 def test_ddp(ranks, name):
     """Each rank has other samples, and may have another number of parts; a step reduces once."""
-    case, tokens_per_part = ON_RANKS[name]
+    case, tokens_per_part = UNDER_DDP[name]
     parts = ranks.run(cases.learned, case, tokens_per_part)
     assert parts[0] != parts[1]
     for own, most in zip(parts, tokens_per_part, strict=True):
         assert max(tokens for tokens, _ in own) <= most
         assert sum(reduces for _, reduces in own) == 2  # steps
         assert own[-1][1]
+
+
+UNDER_FSDP2 = {"grpo": (GROUPS_OF_TWO, (SMALL, WHOLE)), "dpo": (DPO.varied(**TWO), (WHOLE, WHOLE))}
+
+
+@pytest.mark.parametrize("name", UNDER_FSDP2)
+def test_fsdp2(ranks, name):
+    case, tokens_per_part = UNDER_FSDP2[name]
+    assert ranks.run(cases.learned, case.varied(**cases.FSDP2), tokens_per_part) == [[], []]
 
 
 # ---- tokens that run ----
@@ -218,10 +222,10 @@ def test_refusals(case, options, error, words, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["is_fsdp_enabled", "is_deepspeed_enabled"])
-def test_sharded_models_are_refused(name, tmp_path, monkeypatch):
+def test_fsdp1_and_deepspeed_are_refused(name, tmp_path, monkeypatch):
     trainer = GROUPS.make(tmp_path)
     monkeypatch.setattr(trainer, name, True)
-    with pytest.raises(NotImplementedError, match="FSDP or DeepSpeed: use DDP"):
+    with pytest.raises(NotImplementedError, match="DeepSpeed or FSDP1: use DDP or FSDP2"):
         fv.patch_trainer(trainer, "sdpa", share_prefixes=True, tokens_per_part=SMALL)
     assert not fv.is_patched(trainer.model)
 
