@@ -88,8 +88,8 @@ def tree_scores(
     Args:
         names: in `flexvarlen.layout.logprobs.SCORES`. In parts, the backward computes those that
             have gradients.
-        runs_twice: whether one part too runs again in the backward. DDP's forward then runs there,
-            as that of ranks with several parts.
+        runs_twice: whether one part too runs again in the backward, where DDP's forward then runs
+            on all ranks, whatever their number of parts.
     """
     if not isinstance(temperature, Real) or not 0 < temperature < float("inf"):
         raise ValueError(

@@ -122,7 +122,8 @@ class StepTrees:
             names=names,
             max_tokens=tokens_per_part,
             temperature=getattr(trainer, "temperature", 1.0),
-            # Other ranks may have several parts, and losses talk between forward and backward.
+            # Ranks with one part and with several must call DDP at the same time, as the trainer
+            # gathers metrics between forward and backward.
             runs_twice=trainer.accelerator.num_processes > 1,
         )
         self.begin_step()

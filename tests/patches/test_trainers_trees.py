@@ -142,7 +142,10 @@ def test_ddp(ranks, name):
         assert own[-1][1]
 
 
-UNDER_FSDP2 = {"grpo": (GROUPS_OF_TWO, (SMALL, WHOLE)), "dpo": (DPO.varied(**TWO), (WHOLE, WHOLE))}
+UNDER_FSDP2 = {
+    "grpo_two_generations_a_step": UNDER_DDP["grpo_two_generations_a_step"],
+    "dpo": (DPO.varied(**TWO), (WHOLE, WHOLE)),
+}
 
 
 @pytest.mark.parametrize("name", UNDER_FSDP2)
