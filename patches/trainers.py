@@ -53,8 +53,8 @@ def patch_trainer(
     an error.
 
     With `tokens_per_part` too, the rows of all micro-batches of an optimizer step form one tree,
-    which runs in parts of at most so many tokens: of TRL's GRPO, RLOO, DPO and KTO trainers, in one
-    process, with text. Losses stay the trainer's own.
+    which runs in parts of at most so many tokens: of TRL's GRPO, RLOO, DPO and KTO trainers, with
+    text, in one process or a tree for each under DDP or FSDP2. Losses stay the trainer's own.
 
     Works with transformers' Trainer in any padded task, and with the trainers of TRL 1.16 in the
     table of docs/preference.md. AsyncGRPOTrainer has its own prefix trees, which raise an error in

@@ -81,12 +81,15 @@ def tree_scores(
     max_tokens: int | None = None,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
+    runs_twice: bool = False,
 ) -> Sequence[Tensor]:
     """Scores of each token's label, as `tree_logprobs`, each `[T]`.
 
     Args:
         names: in `flexvarlen.layout.logprobs.SCORES`. In parts, the backward computes those that
             have gradients.
+        runs_twice: whether one part too runs again in the backward, where DDP's forward then runs
+            on all ranks, whatever their number of parts.
     """
     if not isinstance(temperature, Real) or not 0 < temperature < float("inf"):
         raise ValueError(
@@ -129,7 +132,7 @@ def tree_scores(
 
     tokens = shared.layout.total_tokens
     fits = max_tokens is None or require_int_at_least("max_tokens", max_tokens, 1) >= tokens
-    if max_tokens is None or (fits and not ranks.must_agree):
+    if max_tokens is None or (fits and not ranks.must_agree and not runs_twice):
         return of_part(PartBatch(shared.batch()), names)
     check_runs_in_parts(model)
 

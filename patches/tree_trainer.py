@@ -122,6 +122,9 @@ class StepTrees:
             names=names,
             max_tokens=tokens_per_part,
             temperature=getattr(trainer, "temperature", 1.0),
+            # Ranks with one part and with several must call DDP at the same time, as the trainer
+            # gathers metrics between forward and backward.
+            runs_twice=trainer.accelerator.num_processes > 1,
         )
         self.begin_step()
 
@@ -286,8 +289,9 @@ def step_trees(trainer: Any, tokens_per_part: int) -> Callable[[], None]:
 
 
 def _refused(trainer: Any) -> Iterator[str]:
-    if trainer.accelerator.num_processes > 1 or trainer.is_deepspeed_enabled:
-        yield "DDP, FSDP or DeepSpeed, whose ranks would have other numbers of parts"
+    is_fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
+    if is_fsdp1 or trainer.is_deepspeed_enabled:
+        yield "DeepSpeed or FSDP1: use DDP or FSDP2"
     if trainer.aux_loss_enabled:
         yield "a router's loss: set router_aux_loss_coef=0"
     if getattr(trainer.args, "cast_lm_head_to_fp32", False):

@@ -10,6 +10,7 @@ import torch
 import flexvarlen as fv
 from flexvarlen.patches import tree_trainer
 from flexvarlen.patches.batch import shared_rows
+from tests.patches import tree_trainer_ranks as cases
 from tests.patches.padded_trainers import (
     CASES,
     DPO,
@@ -111,6 +112,48 @@ def test_preferences_under_autocast(tmp_path):
     assert dtypes == {torch.bfloat16}
 
 
+# ---- several processes ----
+
+TWO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+GROUPS_OF_TWO = GRPO.varied(**TWO, num_generations=4, beta=0.0)
+UNDER_DDP = {
+    "grpo": (GROUPS_OF_TWO, (SMALL, SMALL)),
+    "grpo_lora": (GROUPS_OF_TWO.varied(beta=0.1, peft_config=LORA), (WHOLE, WHOLE)),
+    # Of a step's two trees, one has two micro-batches.
+    "grpo_two_generations_a_step": (
+        GROUPS_OF_TWO.varied(gradient_accumulation_steps=3, steps_per_generation=2),
+        (SMALL, WHOLE),
+    ),
+    "dpo": (DPO.varied(**TWO), (SMALL, WHOLE)),
+    "dpo_lora": (DPO.varied(**TWO, peft_config=LORA), (WHOLE, WHOLE)),
+}
+"""Trainers, and the `tokens_per_part` of two ranks: with `WHOLE`, a tree is one part."""
+
+
+@pytest.mark.parametrize("name", UNDER_DDP)
+def test_ddp(ranks, name):
+    """Each rank has other samples, and may have another number of parts; a step reduces once."""
+    case, tokens_per_part = UNDER_DDP[name]
+    parts = ranks.run(cases.learned, case, tokens_per_part)
+    assert parts[0] != parts[1]
+    for own, most in zip(parts, tokens_per_part, strict=True):
+        assert max(tokens for tokens, _ in own) <= most
+        assert sum(reduces for _, reduces in own) == 2  # steps
+        assert own[-1][1]
+
+
+UNDER_FSDP2 = {
+    "grpo_two_generations_a_step": UNDER_DDP["grpo_two_generations_a_step"],
+    "dpo": (DPO.varied(**TWO), (WHOLE, WHOLE)),
+}
+
+
+@pytest.mark.parametrize("name", UNDER_FSDP2)
+def test_fsdp2(ranks, name):
+    case, tokens_per_part = UNDER_FSDP2[name]
+    assert ranks.run(cases.learned, case.varied(**cases.FSDP2), tokens_per_part) == [[], []]
+
+
 # ---- tokens that run ----
 
 
@@ -181,10 +224,11 @@ def test_refusals(case, options, error, words, tmp_path):
     assert not fv.is_patched(trainer.model)
 
 
-def test_several_processes_are_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_fsdp1_and_deepspeed_are_refused(name, tmp_path, monkeypatch):
     trainer = GROUPS.make(tmp_path)
-    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    with pytest.raises(NotImplementedError, match="DDP, FSDP or DeepSpeed"):
+    monkeypatch.setattr(trainer, name, True)
+    with pytest.raises(NotImplementedError, match="DeepSpeed or FSDP1: use DDP or FSDP2"):
         fv.patch_trainer(trainer, "sdpa", share_prefixes=True, tokens_per_part=SMALL)
     assert not fv.is_patched(trainer.model)
 
