@@ -37,8 +37,7 @@ def tree_logprobs(
 
     For any loss that is a function of log-probabilities, such as those of RL. In parts, the forward
     runs without gradients; when the loss built from the result runs backward, each part runs again,
-    in the model as it is then, with the gradients of its own tokens, and adds to those of the
-    parameters.
+    in the model as it is then, and adds to the gradients of the parameters.
 
     Args:
         model: patched, with a language-model head; in training, in parts, without dropout. Under

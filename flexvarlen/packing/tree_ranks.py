@@ -17,14 +17,15 @@ from flexvarlen.trees.run import tree_of
 
 
 def deal_samples(paths: Sequence[Tensor], ranks: int) -> list[list[int]]:
-    """Cut the samples, in the order of the row, so that the largest rank has the fewest tokens.
+    """Split the samples, in the order of the row, so that the fullest rank has few tokens.
 
     Args:
         paths: int64 `[L]` of each sample: its tokens in a row of trees, depth first.
         ranks: how many.
 
     Returns:
-        The samples of each rank, ascending; empty if there are too few. Equal on all ranks.
+        The samples of each rank, ascending; none for the last ranks if there are too few. The
+        largest number of tokens of a rank is the least that this order allows.
     """
     order = sorted(range(len(paths)), key=lambda i: (int(paths[i][-1]), i))
     whole = [len(paths[i]) for i in order]
@@ -35,7 +36,7 @@ def deal_samples(paths: Sequence[Tensor], ranks: int) -> list[list[int]]:
     added = [*whole[:1], *added]
 
     def starts(most: int) -> list[int]:
-        """Of the ranges of at most that many tokens."""
+        """Where ranges begin that have at most that many tokens."""
         found, tokens = [0], 0
         for number, (own, more) in enumerate(zip(whole, added, strict=True)):
             tokens += more
@@ -94,7 +95,7 @@ class TreeSubset:
 
         Args:
             paths: of the samples.
-            counts: bool `[L]` of each, where it counts; None: everywhere.
+            counts: bool `[L]` of each sample, which of its tokens to count; None: all.
         """
         own = self.paths(paths)
         if counts is not None:

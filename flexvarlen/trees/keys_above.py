@@ -1,7 +1,7 @@
-"""Keys and values with those above a part of a tree, in eager mode and as operators of a graph.
+"""Join the keys and values of a part of a tree with those above it, eager and in compiled graphs.
 
-What differs from part to part must not be in a compiled graph. So a graph holds a number on the
-host, by which its operators find the part that runs.
+What differs from part to part must not be in a compiled graph. So a graph takes the number of a
+part, a tensor on the host, by which its operators find the part that runs.
 
 Shapes: K = keys above the part, padding before them included; T = tokens of the part; Hkv = heads
 of keys, D = head_dim.
@@ -20,10 +20,10 @@ from flexvarlen.trees.states import PartStates
 
 
 class RunningPart(Protocol):
-    """What the operators ask of a part of a tree: `flexvarlen.trees.part.TreePart`."""
+    """What the operators need of `flexvarlen.trees.part.TreePart`."""
 
     def join(self, layer: int, k: Tensor, v: Tensor, *, learns: bool) -> tuple[Tensor, Tensor]:
-        """Keys and values `[K + T, Hkv, D]`, from those of the part's tokens."""
+        """Keys and values `[K + T, Hkv, D]`: those above, then those of the part's tokens."""
 
     def split_gradients(self, layer: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients `[T, Hkv, D]` of the part's own keys, from those of all."""
@@ -46,7 +46,7 @@ def with_keys_above(
     Differentiable once; the gradients of the keys above go to the parts that have them. No sync;
     traces under `fullgraph=True`.
     """
-    # A reentrant checkpoint runs a forward without gradients, before the backward runs it again.
+    # A reentrant checkpoint runs its forward without gradients; the backward runs it again.
     learns = not torch.is_grad_enabled() or k.requires_grad or v.requires_grad
     k, v = _WithKeysAbove.apply(k, v, number, layer, keys_above, learns)  # type: ignore[no-untyped-call]
     return k, v

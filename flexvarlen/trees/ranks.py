@@ -1,4 +1,4 @@
-"""How a model runs the parts of trees if several ranks share it, under DDP and FSDP2."""
+"""How a model runs the parts of trees on one rank, and on several under DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ModelRanks(Protocol):
 
     @property
     def unsynced(self) -> nn.Module:
-        """What passes without gradients call."""
+        """The module to call without gradients: that inside DDP, whose own forward communicates."""
 
     @property
     def is_shared(self) -> bool:
@@ -36,14 +36,14 @@ class ModelRanks(Protocol):
         """Whether each forward of a rank waits for one of the others."""
 
     def steps(self, own: Sequence[Step]) -> Generator[Step, None, None]:
-        """The steps that this rank runs, as a generator, to be closed at an exception.
+        """The steps that this rank runs; close the generator, also after an exception.
 
         Args:
             own: those of its own trees.
         """
 
     def call(self, inner: nn.Module, run: Callable[..., Any], **inputs: Any) -> Any:
-        """`run(**inputs)` instead of the forward of `inner`, a module of the model or itself."""
+        """Call the model with `run` as the forward of `inner`, the model or a module of it."""
 
 
 class OneRank:
@@ -130,7 +130,7 @@ def ranks_of(model: nn.Module) -> ModelRanks:
 
 
 def check_runs_in_parts(model: nn.Module) -> None:
-    """Refuse models whose ranks would wait for each other.
+    """Refuse models that cannot run in parts on several ranks.
 
     Raises:
         NotImplementedError: it is sharded other than by FSDP2, or trains inside DDP's forward, or
@@ -156,7 +156,7 @@ def check_runs_in_parts(model: nn.Module) -> None:
 
 @contextmanager
 def _forward_replaced(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Run another forward in the hooks of a module."""
+    """Replace the forward of a module; its hooks run as before."""
 
     @wraps(module.forward)  # so that a patched model's base model finds it wrapped
     def forward(*args: Any, **inputs: Any) -> Any:

@@ -20,7 +20,7 @@ from flexvarlen.trees.states import PartStates
 from flexvarlen.trees.steps import Step, steps_of
 
 _ONE_TOKEN = plan_parts([1], [-1], 1)
-"""What a rank runs if it has no part where others have one: a token of no tree, without a label."""
+"""What a rank runs while only others have a part: one token of no tree, without a label."""
 
 NOT_PATCHED = (
     "model must be patched to run a tree in parts, got one whose layers did not get the documents; "
@@ -32,9 +32,9 @@ class PartBatch(dict[str, Any]):
     """The keyword arguments of a patched model for a part of a tree.
 
     Attributes:
-        tokens: int64 `[T]`, on the host: where they are in the row of the whole tree, without
-            padding at the end; None in a copy that a library makes, on another device. Empty in a
-            part of no tree, which a rank runs under FSDP2 when only others have a part.
+        tokens: int64 `[T]`, on the host: the indices of its tokens in the row of the whole tree,
+            without padding at the end. Empty in a part that a rank runs under FSDP2 while only
+            others have one. None in a copy that a library makes, on another device.
     """
 
     def __init__(self, inputs: Mapping[str, Any], tokens: Tensor | None = None) -> None:
@@ -59,7 +59,7 @@ def run_parts(
         model: patched.
         layout: of the whole trees.
         columns: `[1, T]` of the tokens.
-        arguments: what each part gets besides.
+        arguments: further keyword arguments, the same for each part.
         max_tokens: tokens of a part at most.
 
     Raises:
@@ -133,7 +133,7 @@ def _batches(
 
 
 def has_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile has the model, a module of it, or one's forward."""
+    """Whether the model, one of its modules, or the forward of one is compiled."""
     return any(
         "_orig_mod" in each._modules
         or each._compiled_call_impl is not None
@@ -152,10 +152,10 @@ def _run_without_gradients(model: nn.Module, batch: PartBatch) -> None:
 
 @contextmanager
 def no_random_numbers(device: torch.device) -> Iterator[None]:
-    """Raise if a forward draws some, as its second run would draw others.
+    """Raise if the forward inside draws some, as its second run would draw different ones.
 
     Raises:
-        ValueError: it did.
+        ValueError: it drew random numbers.
     """
 
     def state() -> list[Tensor]:

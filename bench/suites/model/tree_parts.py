@@ -25,7 +25,7 @@ from flexvarlen.runner.suite import Finding, Options
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
 
 CHECKPOINTED, PARTS = "checkpointed:", "parts:"
-"""Begin a variant whose layers are recomputed, and one in parts of at most so many tokens."""
+"""What names of variants begin with: of recomputed layers, and of parts of at most N tokens."""
 VOCABULARY = 32_000
 MOST_DIFFERENCE = 0.1
 """Of the gradients of two variants in bf16, over their norm; two kernels differ by 0.04."""

@@ -1,4 +1,4 @@
-"""The outputs of the operators: fake ones, and what has a gradient."""
+"""Fake outputs of the operators, and which inputs and outputs have gradients."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def state_gradient(state_above: Tensor | None, like: Tensor) -> Tensor:
 
 
 def first_kept(inputs: tuple[Any, ...]) -> int:
-    """The first output of an operator that has no gradient; states of parts of a tree have one."""
+    """Index of the first output without a gradient: 2 in parts of a tree, whose states have one."""
     return 1 + (Boundaries(*inputs[-len(Boundaries._fields) :]).continued is not None)
 
 
 def gradients_of(boundaries: Boundaries, dabove: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of an operator's boundaries."""
+    """Gradients of an operator's `Boundaries`: only `state_above` has one."""
     has_state = boundaries.state_above is not None
     return tuple(
         dabove if has_state and name == "state_above" else None for name in Boundaries._fields
