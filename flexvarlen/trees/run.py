@@ -23,8 +23,8 @@ _ONE_TOKEN = plan_parts([1], [-1], 1)
 """What a rank runs while only others have a part: one token of no tree, without a label."""
 
 NOT_PATCHED = (
-    "model must be patched to run a tree in parts, got one whose layers did not get the documents; "
-    "call fv.patch_model(model) first, and run each part."
+    "model must be patched to run a tree in parts, and run one before the next is asked for, got a "
+    "part that no patched layer ran; call fv.patch_model(model) first, and run each part."
 )
 
 
