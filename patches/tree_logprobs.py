@@ -37,8 +37,7 @@ def tree_logprobs(
 
     For any loss that is a function of log-probabilities, such as those of RL. In parts, the forward
     runs without gradients; when the loss built from the result runs backward, each part runs again,
-    in the model as it is then, with the gradients of its own tokens, and adds to those of the
-    parameters.
+    in the model as it is then, and adds to the gradients of the parameters.
 
     Args:
         model: patched, with a language-model head; in training, in parts, without dropout. Under
@@ -131,15 +130,17 @@ def tree_scores(
         return found
 
     tokens = shared.layout.total_tokens
-    fits = max_tokens is None or require_int_at_least("max_tokens", max_tokens, 1) >= tokens
-    if max_tokens is None or (fits and not ranks.must_agree and not runs_twice):
+    is_part = max_tokens is not None and (
+        require_int_at_least("max_tokens", max_tokens, 1) < tokens or ranks.ranks_wait or runs_twice
+    )
+    if max_tokens is None or not is_part:
         return of_part(PartBatch(shared.batch()), names)
     check_runs_in_parts(model)
 
     def run(gradients: dict[str, Tensor] | None) -> list[Tensor]:
         """The scores `[T]`, or with the gradients of some of them, a backward of every part."""
         found: list[Tensor] = []
-        for part in shared.parts(model if ranks.is_shared else base, max_tokens):
+        for part in shared.parts(model if ranks.must_call_model else base, max_tokens):
             on_device = part.tokens.to(shared.input_ids.device)
             scores = of_part(part, names if gradients is None else list(gradients))
             own = [x[: len(part.tokens)] for x in scores]  # without padding

@@ -1,8 +1,8 @@
 """One tree for each optimizer step of a trainer of TRL, in parts of a bounded number of tokens.
 
-Its losses are functions of log-probabilities. Those of all micro-batches of a step are computed
-first, from one tree. Each micro-batch's loss runs backward to them; after the last one, their
-gradients run through the parts.
+The trainers' losses are functions of log-probabilities. Those of all micro-batches of a step are
+computed first, from one tree. Each micro-batch's loss runs backward to them; after the last one,
+their gradients run through the parts.
 
 Shapes: B rows of S tokens with padding; K scores of T tokens of a row of trees.
 """
@@ -38,7 +38,7 @@ class PaddedRows(NamedTuple):
         return [{"input_ids": x[real], "labels": y[real]} for x, real, y in rows]
 
     def scores_of(self, scores_KT: Tensor, paths: Sequence[Tensor]) -> Tensor:
-        """Those of its labels, `[K, B, S - 1]`, from those of a tree; 0 where none counts.
+        """Scores of its labels, `[K, B, S - 1]`, from those of a tree; 0 where no label counts.
 
         Args:
             scores_KT: of the tree.
@@ -92,7 +92,7 @@ class _StepScores:
         return batch.scores_of(self._leaf, [next(self._paths) for _ in batch.input_ids])
 
     def _backward(self, leaf: Tensor) -> None:
-        """Run the model's backward; without the scores that no loss reads, which cost as much."""
+        """Run the model's backward, without scores that no loss reads."""
         assert leaf.grad is not None
         pairs = list(zip(self._scores, leaf.grad, strict=True))
         self._scores = ()
@@ -105,12 +105,12 @@ class StepTrees:
 
     Args:
         trainer: of TRL.
-        tokens_per_part: of a part at most.
+        tokens_per_part: tokens of a part at most.
         names: scores that the trainer reads.
 
     Attributes:
-        upcoming: from the number of micro-batches of the step that have run, those that follow and
-            are known.
+        upcoming: takes how many micro-batches of the step have run, and returns the next ones, as
+            far as they are known.
     """
 
     upcoming: Callable[[int], list[PaddedRows]]

@@ -1,7 +1,8 @@
 """`RowSplit`: what `layout.shard` answers about how a row is split over ranks.
 
 `flexvarlen.parallel` makes three kinds: balanced documents, consecutive tokens, and whole trees.
-`WHOLE` is a row that is not split. Code asks the properties of the object, never its class.
+`flexvarlen.trees` makes a fourth: parts of a tree, in forwards one after another. `WHOLE` is a row
+that is not split. Code asks the properties of the object, never its class.
 
 Shapes: T = tokens of this rank, H = num_heads, D = head_dim.
 

@@ -72,9 +72,9 @@ class SharedPrefixes:
         """The samples of one rank, of one tree over several.
 
         Samples stay in the order of the tree, and the largest rank has as few tokens as that
-        allows. What samples of several ranks share is computed on each of these ranks: that is
-        cheaper than to send it, unless most tokens of the tree are shared by all. The losses divide
-        by the labels of all ranks, so losses and gradients of the ranks sum to those of the tree.
+        allows. What samples of several ranks share is computed on each of these ranks. The losses
+        divide by the labels of all ranks, so losses and gradients of the ranks sum to those of the
+        tree.
 
         Args:
             rank: which, from 0.
@@ -124,9 +124,11 @@ class SharedPrefixes:
 
         Args:
             model: patched; in training without dropout. Each part runs once, in this model. Under
-                DDP and FSDP2 ranks may have different trees, and numbers of parts. If it is
-                compiled, parts are padded, and trees of equal `capacity` and `max_depth` share a
-                graph (longer paths above a part, by powers of two, take another).
+                DDP and FSDP2 ranks may have different trees, and numbers of parts; for the
+                gradients of all, set a part's `num_items_in_batch` to the labels of all ranks, and
+                multiply its loss by the number of ranks. If the model is compiled, parts are
+                padded, and trees of equal `capacity` and `max_depth` share a graph (longer paths
+                above a part, by powers of two, take another).
             max_tokens: tokens of a part at most; of a compiled model, exactly.
 
         Returns:

@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.trees.run import tree_of
+from flexvarlen.trees.plan import segments_of
 
 
 def deal_samples(paths: Sequence[Tensor], ranks: int) -> list[list[int]]:
-    """Cut the samples, in the order of the row, so that the largest rank has the fewest tokens.
+    """Split the samples, in the order of the row, so that the fullest rank has few tokens.
 
     Args:
         paths: int64 `[L]` of each sample: its tokens in a row of trees, depth first.
         ranks: how many.
 
     Returns:
-        The samples of each rank, ascending; empty if there are too few. Equal on all ranks.
+        The samples of each rank, ascending; none for the last ranks if there are too few. The
+        largest number of tokens of a rank is the least that this order allows.
     """
     order = sorted(range(len(paths)), key=lambda i: (int(paths[i][-1]), i))
     whole = [len(paths[i]) for i in order]
@@ -35,7 +36,7 @@ def deal_samples(paths: Sequence[Tensor], ranks: int) -> list[list[int]]:
     added = [*whole[:1], *added]
 
     def starts(most: int) -> list[int]:
-        """Of the ranges of at most that many tokens."""
+        """Where ranges begin that have at most that many tokens."""
         found, tokens = [0], 0
         for number, (own, more) in enumerate(zip(whole, added, strict=True)):
             tokens += more
@@ -74,7 +75,7 @@ class TreeSubset:
         is_kept[torch.cat(list(paths)) if paths else 0] = True
         self.tokens = is_kept.nonzero()[:, 0]
         self._index = is_kept.cumsum(0) - 1
-        lengths, parents = tree_of(layout)
+        lengths, parents = segments_of(layout)
         sizes: list[int] = []
         above: list[int] = []
         new = {-1: -1}
@@ -89,15 +90,15 @@ class TreeSubset:
         """The same paths, by the indices of their tokens here."""
         return tuple(self._index[path] for path in paths)
 
-    def counts(self, paths: Sequence[Tensor], counts: Sequence[Tensor] | None = None) -> Tensor:
+    def counts(self, paths: Sequence[Tensor], where: Sequence[Tensor] | None = None) -> Tensor:
         """In how many samples each token is, int64 `[1, C]`.
 
         Args:
             paths: of the samples.
-            counts: bool `[L]` of each, where it counts; None: everywhere.
+            where: bool `[L]` of each sample, which of its tokens to count; None: all.
         """
         own = self.paths(paths)
-        if counts is not None:
-            own = tuple(path[which] for path, which in zip(own, counts, strict=True))
+        if where is not None:
+            own = tuple(path[which] for path, which in zip(own, where, strict=True))
         index = torch.cat([torch.arange(0), *own])
         return torch.bincount(index, minlength=len(self.tokens))[None]

@@ -1,7 +1,7 @@
-"""Keys and values with those above a part of a tree, in eager mode and as operators of a graph.
+"""Join the keys and values of a part of a tree with those above it, eager and in compiled graphs.
 
-What differs from part to part must not be in a compiled graph. So a graph holds a number on the
-host, by which its operators find the part that runs.
+What differs from part to part must not be in a compiled graph. So a graph takes the number of a
+part, a tensor on the host, by which its operators find the part that runs.
 
 Shapes: K = keys above the part, padding before them included; T = tokens of the part; Hkv = heads
 of keys, D = head_dim.
@@ -20,10 +20,12 @@ from flexvarlen.trees.states import PartStates
 
 
 class RunningPart(Protocol):
-    """What the operators ask of a part of a tree: `flexvarlen.trees.part.TreePart`."""
+    """What the operators need of `flexvarlen.trees.part.TreePart`."""
 
-    def join(self, layer: int, k: Tensor, v: Tensor, *, learns: bool) -> tuple[Tensor, Tensor]:
-        """Keys and values `[K + T, Hkv, D]`, from those of the part's tokens."""
+    def join(
+        self, layer: int, k: Tensor, v: Tensor, *, expects_backward: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values `[K + T, Hkv, D]`: those above, then those of the part's tokens."""
 
     def split_gradients(self, layer: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients `[T, Hkv, D]` of the part's own keys, from those of all."""
@@ -46,23 +48,29 @@ def with_keys_above(
     Differentiable once; the gradients of the keys above go to the parts that have them. No sync;
     traces under `fullgraph=True`.
     """
-    # A reentrant checkpoint runs a forward without gradients, before the backward runs it again.
-    learns = not torch.is_grad_enabled() or k.requires_grad or v.requires_grad
-    k, v = _WithKeysAbove.apply(k, v, number, layer, keys_above, learns)  # type: ignore[no-untyped-call]
+    # A reentrant checkpoint runs its forward without gradients; the backward runs it again.
+    expects_backward = not torch.is_grad_enabled() or k.requires_grad or v.requires_grad
+    k, v = _WithKeysAbove.apply(k, v, number, layer, keys_above, expects_backward)  # type: ignore[no-untyped-call]
     return k, v
 
 
 class _WithKeysAbove(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, number: Tensor, layer: int, keys_above: int, learns: bool
+        ctx: Any,
+        k: Tensor,
+        v: Tensor,
+        number: Tensor,
+        layer: int,
+        keys_above: int,
+        expects_backward: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(number)
         ctx.layer, ctx.keys_above = layer, keys_above
         if is_traced():
-            k, v = _forward_operator(k, v, number, layer, keys_above, learns)
+            k, v = _forward_operator(k, v, number, layer, keys_above, expects_backward)
             return k, v
-        return _part(number).join(layer, k, v, learns=learns)
+        return _part(number).join(layer, k, v, expects_backward=expects_backward)
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -81,15 +89,15 @@ def _part(number: Tensor) -> RunningPart:
 
 @torch.library.custom_op("flexvarlen::keys_above", mutates_args=(), tags=NOT_CAPTURED)
 def _forward_operator(
-    k: Tensor, v: Tensor, number: Tensor, layer: int, keys_above: int, learns: bool
+    k: Tensor, v: Tensor, number: Tensor, layer: int, keys_above: int, expects_backward: bool
 ) -> tuple[Tensor, Tensor]:
-    joined = _part(number).join(layer, k, v, learns=learns)
+    joined = _part(number).join(layer, k, v, expects_backward=expects_backward)
     return _copies(joined) if keys_above == 0 else joined
 
 
 @_forward_operator.register_fake
 def _(
-    k: Tensor, v: Tensor, number: Tensor, layer: int, keys_above: int, learns: bool
+    k: Tensor, v: Tensor, number: Tensor, layer: int, keys_above: int, expects_backward: bool
 ) -> tuple[Tensor, Tensor]:
     k, v = (x.new_empty(keys_above + x.shape[0], *x.shape[1:]) for x in (k, v))
     return k, v

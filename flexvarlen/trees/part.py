@@ -1,4 +1,4 @@
-"""`TreePart`: the `shard` of a part's layout. It adds the keys and states above to the part's own.
+"""`TreePart`: the `shard` of a part's layout. It gives layers the keys and states above it.
 
 Shapes: T = tokens of the part, P = tokens above it, K = keys above it: P, or in a padded part
 more; H, Hkv = heads of queries and of keys, D = head_dim.
@@ -28,11 +28,13 @@ WITHOUT_INDEX = (
     "whole tree: shared.batch()."
 )
 
-_NUMBERS = count()
 NOT_PADDED = (
     "a compiled graph must get parts of one size, got one that is not padded; pass the compiled "
     "model to shared.parts(model, max_tokens)."
 )
+
+_NUMBERS = count()
+"""Of all parts of this process."""
 
 
 class ContinuedSegment(NamedTuple):
@@ -51,7 +53,7 @@ class ContinuedSegment(NamedTuple):
 
 @dataclass(eq=False)
 class TreePart:
-    """Segments of a tree below one path: a `RowSplit` over forwards, and the `RowKeys` of a layer.
+    """A part of a tree: a `RowSplit` whose other parts run in other forwards, and its `RowKeys`.
 
     Not frozen, as Dynamo would guard on each field. A graph reads `number`, `keys_above`,
     `is_padded` and `layout_k`; its operators read the others of the part of that number.
@@ -116,7 +118,7 @@ class TreePart:
         return None
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> TreePart:
-        """The same with `move` of the tensors on the device."""
+        """A copy, with `move` applied to the tensors on the device."""
         return replace(self, layout_k=None if self.layout_k is None else self.layout_k.moved(move))
 
     # ---- attention ----
@@ -150,16 +152,19 @@ class TreePart:
         k, v = with_keys_above(k, v, self.number, layer, self.keys_above)
         return attend(q, k, v, sinks)
 
-    def join(self, layer: int, k: Tensor, v: Tensor, *, learns: bool) -> tuple[Tensor, Tensor]:
+    def join(
+        self, layer: int, k: Tensor, v: Tensor, *, expects_backward: bool
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values `[K + T, Hkv, D]`, those above first; store those that others need.
 
         Args:
             layer: index of the layer.
             k, v: of the part's tokens.
-            learns: whether they have gradients, or a checkpoint hides it.
+            expects_backward: whether they require gradients, or a reentrant checkpoint hides that
+                they do.
         """
         key = layer, "keys"
-        self.states.enter(key, learns=self.needs_grad and learns)
+        self.states.enter(key, expects_backward=self.needs_grad and expects_backward)
         if self.stores_states:
             for each in self.continued:
                 self.states.store(key, each.segment, k[each.tokens], v[each.tokens])
@@ -209,11 +214,11 @@ class TreePart:
     def _enter(self, key: LayerState, *x: Tensor) -> None:
         """Note the forward of a layer whose tensors may have gradients.
 
-        A reentrant checkpoint runs it without, before the backward that runs it again.
+        A reentrant checkpoint runs it without gradients; the backward runs it again.
         """
         hidden = not torch.is_grad_enabled()
-        learns = self.needs_grad and (hidden or any(each.requires_grad for each in x))
-        self.states.enter(key, learns=learns)
+        expects_backward = self.needs_grad and (hidden or any(each.requires_grad for each in x))
+        self.states.enter(key, expects_backward=expects_backward)
 
     def store_states(self, layer: int, name: str, out: Tensor, states: Sequence[Tensor]) -> Tensor:
         """The output of a layer, unchanged; `states` are those of the `continued` segments."""

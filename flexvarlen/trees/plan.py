@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
+from flexvarlen.layout.packed_layout import PackedLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,7 +17,7 @@ class PlannedPart:
     Attributes:
         segments: indices into `TreePlan.lengths`, in the order of their tokens.
         path: the segments above them, from the root.
-        continued: those of `segments` that other parts continue, and what is above these.
+        continued: those of `segments` that other parts continue, and their ancestors in this part.
         below: the parts that continue them.
     """
 
@@ -33,7 +34,7 @@ class TreePlan:
     Attributes:
         lengths: tokens of each segment; those longer than a part are cut into chains.
         parents: the segment above each, -1 at a root.
-        roots: the parts without a path.
+        roots: the parts with nothing above.
     """
 
     lengths: tuple[int, ...]
@@ -73,7 +74,7 @@ class PartSizes(NamedTuple):
     def of(cls, plan: TreePlan, max_tokens: int, capacity: int, max_depth: int) -> PartSizes:
         """Those of a plan; `capacity` and `max_depth` are of the layout of the whole trees.
 
-        A part holds at most one piece of each segment, as a piece that is not the last fills one.
+        A part holds at most one piece of each segment: every piece but the last fills a part.
         """
         keys_above = round_up_to_power_of_two(max(plan.longest_path(), max_tokens))
         capacity = min(capacity, max_tokens)
@@ -84,13 +85,21 @@ class PartSizes(NamedTuple):
         return self._of(self.tokens, self.capacity, self.max_depth)
 
     def of_keys(self) -> dict[str, int]:
-        """Those for its keys: below padding, as a tree of its own, and one segment above them."""
+        """Those for its keys: a tree of padding, one segment of all keys above, then the part."""
         return self._of(self.keys_above + self.tokens, self.capacity + 2, self.max_depth + 1)
 
     @staticmethod
     def _of(tokens: int, capacity: int, max_depth: int) -> dict[str, int]:
         sizes = {"total_tokens": tokens, "max_seqlen_bound": tokens}
         return sizes | {"capacity": capacity, "max_depth": max_depth}
+
+
+def segments_of(layout: PackedLayout) -> tuple[Sequence[int], Sequence[int]]:
+    """The tokens of each segment of a row, and the segment above each, -1 at a root."""
+    if layout.segments is not None:
+        return layout.segments.lengths, layout.segments.parents
+    lengths = layout.lengths or ()
+    return lengths, [-1] * len(lengths)
 
 
 def plan_parts(lengths: Sequence[int], parents: Sequence[int], max_tokens: int) -> TreePlan:
@@ -163,7 +172,7 @@ def _cut_long(
 def _link_parts(
     parents: Sequence[int], cut: Sequence[tuple[int, list[int]]]
 ) -> tuple[PlannedPart, ...]:
-    """The parts with what is above and below each; the roots."""
+    """Link each part to those below it, and return the roots."""
     of_segment = {segment: number for number, (_, own) in enumerate(cut) for segment in own}
     continued: list[set[int]] = [set() for _ in cut]
     paths: list[tuple[int, ...]] = []

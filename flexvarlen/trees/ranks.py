@@ -1,4 +1,4 @@
-"""How a model runs the parts of trees if several ranks share it, under DDP and FSDP2."""
+"""How a model runs the parts of trees on one rank, and on several under DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ class ModelRanks(Protocol):
     """The ranks of a model, as a loop over parts sees them."""
 
     @property
-    def unsynced(self) -> nn.Module:
-        """What passes without gradients call."""
+    def without_gradients(self) -> nn.Module:
+        """The module to call without gradients: that inside DDP, whose own forward communicates."""
 
     @property
-    def is_shared(self) -> bool:
+    def must_call_model(self) -> bool:
         """Whether each forward must be a call of the model, not of a module inside."""
 
     @property
-    def must_agree(self) -> bool:
+    def ranks_wait(self) -> bool:
         """Whether each forward of a rank waits for one of the others."""
 
     def steps(self, own: Sequence[Step]) -> Generator[Step, None, None]:
-        """The steps that this rank runs, as a generator, to be closed at an exception.
+        """The steps that this rank runs; close the generator, also after an exception.
 
         Args:
             own: those of its own trees.
         """
 
     def call(self, inner: nn.Module, run: Callable[..., Any], **inputs: Any) -> Any:
-        """`run(**inputs)` instead of the forward of `inner`, a module of the model or itself."""
+        """Call the model with `run` as the forward of `inner`, the model or a module of it."""
 
 
 class OneRank:
     """A model of this rank alone."""
 
-    is_shared, must_agree = False, False
+    must_call_model, ranks_wait = False, False
 
     def __init__(self, model: nn.Module) -> None:
-        self.unsynced = model
+        self.without_gradients = model
 
     def steps(self, own: Sequence[Step]) -> Generator[Step, None, None]:
         yield from own
@@ -64,7 +64,7 @@ class OneRank:
 class _Shared:
     """A model whose own call begins and ends what the ranks do together."""
 
-    is_shared = True
+    must_call_model = True
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -82,11 +82,11 @@ class DdpRanks(_Shared):
         ddp: DDP.
     """
 
-    must_agree = False
+    ranks_wait = False
 
     def __init__(self, model: nn.Module, ddp: Any) -> None:
         super().__init__(model)
-        self.ddp, self.unsynced = ddp, ddp.module
+        self.ddp, self.without_gradients = ddp, ddp.module
 
     def call(self, inner: nn.Module, run: Callable[..., Any], **inputs: Any) -> Any:
         # DDP sends buffers and sizes of buckets in a forward, in an order that gradients change.
@@ -110,11 +110,11 @@ class Fsdp2Ranks(_Shared):
         mesh: of the parameters.
     """
 
-    must_agree = True
+    ranks_wait = True
 
     def __init__(self, model: nn.Module, mesh: Any) -> None:
         super().__init__(model)
-        self.unsynced, self.mesh = model, mesh
+        self.without_gradients, self.mesh = model, mesh
 
     def steps(self, own: Sequence[Step]) -> Generator[Step, None, None]:
         every = gather_over(self.mesh, [step.is_first_pass for step in own])
@@ -130,7 +130,7 @@ def ranks_of(model: nn.Module) -> ModelRanks:
 
 
 def check_runs_in_parts(model: nn.Module) -> None:
-    """Refuse models whose ranks would wait for each other.
+    """Refuse models that cannot run in parts on several ranks.
 
     Raises:
         NotImplementedError: it is sharded other than by FSDP2, or trains inside DDP's forward, or
@@ -156,7 +156,7 @@ def check_runs_in_parts(model: nn.Module) -> None:
 
 @contextmanager
 def _forward_replaced(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Run another forward in the hooks of a module."""
+    """Replace the forward of a module; its hooks run as before."""
 
     @wraps(module.forward)  # so that a patched model's base model finds it wrapped
     def forward(*args: Any, **inputs: Any) -> Any:

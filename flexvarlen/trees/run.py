@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -14,17 +14,17 @@ from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.trees.part import layout_of
-from flexvarlen.trees.plan import PartSizes, TreePlan, plan_parts
+from flexvarlen.trees.plan import PartSizes, TreePlan, plan_parts, segments_of
 from flexvarlen.trees.ranks import ModelRanks, check_runs_in_parts, ranks_of
 from flexvarlen.trees.states import PartStates
 from flexvarlen.trees.steps import Step, steps_of
 
 _ONE_TOKEN = plan_parts([1], [-1], 1)
-"""What a rank runs if it has no part where others have one: a token of no tree, without a label."""
+"""What a rank runs while only others have a part: one token of no tree, without a label."""
 
 NOT_PATCHED = (
-    "model must be patched to run a tree in parts, got one whose layers did not get the documents; "
-    "call fv.patch_model(model) first, and run each part."
+    "model must be patched to run a tree in parts, and run one before the next is asked for, got a "
+    "part that no patched layer ran; call fv.patch_model(model) first, and run each part."
 )
 
 
@@ -32,9 +32,9 @@ class PartBatch(dict[str, Any]):
     """The keyword arguments of a patched model for a part of a tree.
 
     Attributes:
-        tokens: int64 `[T]`, on the host: where they are in the row of the whole tree, without
-            padding at the end; None in a copy that a library makes, on another device. Empty in a
-            part of no tree, which a rank runs under FSDP2 when only others have a part.
+        tokens: int64 `[T]`, on the host: the indices of its tokens in the row of the whole tree,
+            without padding at the end. Empty in a part that a rank runs under FSDP2 while only
+            others have one. None in a copy that a library makes, on another device.
     """
 
     def __init__(self, inputs: Mapping[str, Any], tokens: Tensor | None = None) -> None:
@@ -59,7 +59,7 @@ def run_parts(
         model: patched.
         layout: of the whole trees.
         columns: `[1, T]` of the tokens.
-        arguments: what each part gets besides.
+        arguments: further keyword arguments, the same for each part.
         max_tokens: tokens of a part at most.
 
     Raises:
@@ -70,19 +70,11 @@ def run_parts(
     """
     max_tokens = require_int_at_least("max_tokens", max_tokens, 1)
     check_runs_in_parts(model)
-    plan, sizes = plan_parts(*tree_of(layout), max_tokens), None
+    plan, sizes = plan_parts(*segments_of(layout), max_tokens), None
     if has_compiled(model):
         depth = 1 if layout.segments is None else layout.segments.max_depth
         sizes = PartSizes.of(plan, max_tokens, layout.capacity, depth)
     return _batches(ranks_of(model), plan, columns, arguments, layout.device, sizes)
-
-
-def tree_of(layout: PackedLayout) -> tuple[Sequence[int], Sequence[int]]:
-    """The lengths of the segments of a row, and the segment above each, -1 at a root."""
-    if layout.segments is not None:
-        return layout.segments.lengths, layout.segments.parents
-    lengths = layout.lengths or ()
-    return lengths, [-1] * len(lengths)
 
 
 def _batches(
@@ -111,8 +103,8 @@ def _batches(
             spare = 0, sizes.tokens - inputs["shift_labels"].shape[1]
             fill = {"shift_labels": IGNORE_INDEX}
             inputs = {name: pad(x, spare, value=fill.get(name, 0)) for name, x in inputs.items()}
-        learns = needs_grad and not step.is_first_pass
-        flags = {"stores_states": step.stores, "needs_grad": learns}
+        expects_backward = needs_grad and not step.is_first_pass
+        flags = {"stores_states": step.stores, "needs_grad": expects_backward}
         made = layout_of(tree, part, segments, states, **flags, device=device, sizes=sizes)
         states.begin_part(made.shard)
         return PartBatch(inputs | {"packed_layout": made, **arguments}, tokens)
@@ -121,7 +113,7 @@ def _batches(
         with closing(ranks.steps(steps_of(plan, trains=needs_grad))) as steps:
             for step in steps:
                 if step.is_first_pass:
-                    _run_without_gradients(ranks.unsynced, batch(step))
+                    _run_without_gradients(ranks.without_gradients, batch(step))
                 else:
                     yield batch(step)
                 _require_read(states)
@@ -133,7 +125,7 @@ def _batches(
 
 
 def has_compiled(model: nn.Module) -> bool:
-    """Whether torch.compile has the model, a module of it, or one's forward."""
+    """Whether the model, one of its modules, or the forward of one is compiled."""
     return any(
         "_orig_mod" in each._modules
         or each._compiled_call_impl is not None
@@ -152,10 +144,10 @@ def _run_without_gradients(model: nn.Module, batch: PartBatch) -> None:
 
 @contextmanager
 def no_random_numbers(device: torch.device) -> Iterator[None]:
-    """Raise if a forward draws some, as its second run would draw others.
+    """Raise if the forward inside draws some, as its second run would draw different ones.
 
     Raises:
-        ValueError: it did.
+        ValueError: it drew random numbers.
     """
 
     def state() -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 LayerState = tuple[int, str]
-"""A layer, and what of it: "keys" for keys and values; states of recurrent layers."""
+"""A layer, and what it stores: "keys" for keys and values, else the name of a recurrent state."""
 Tensors = tuple[Tensor, ...]
 
 SECOND_FORWARD = (
@@ -37,7 +37,7 @@ SECOND_BACKWARD = (
 
 
 class PartStates:
-    """Of one loop over the parts, never of a model.
+    """What the parts of one loop have stored; each loop has its own.
 
     A segment's tensors live from its pass without gradients to its own backward, and so do their
     gradients, which the segments below add up, in at least fp32.
@@ -81,7 +81,7 @@ class PartStates:
         self._stored = {at: x for at, x in self._stored.items() if at[1] not in gone}
 
     def clear(self) -> None:
-        """Forget everything, as a part that someone holds holds this too."""
+        """Forget everything: a part that the caller still holds refers to this object."""
         self._stored, self._gradients = {}, {}
         self._running.pop(self._number, None)
 
@@ -96,7 +96,7 @@ class PartStates:
                 total.add_(gradient)
 
     def pop_gradients(self, key: LayerState, segment: int) -> Tensors:
-        """Their sum, once; empty if there are none."""
+        """Remove and return the sum of these gradients; empty if there are none."""
         return self._gradients.pop((key, segment), ())
 
     @classmethod
@@ -113,12 +113,12 @@ class PartStates:
 
     # ---- that each part runs forward and backward once ----
 
-    def enter(self, key: LayerState, *, learns: bool) -> None:
+    def enter(self, key: LayerState, *, expects_backward: bool) -> None:
         """Note the forward of a layer on the current part.
 
         Args:
             key: of the layer.
-            learns: whether its backward must come.
+            expects_backward: whether its backward must come.
 
         Raises:
             RuntimeError: it is the second, and not a checkpoint's recomputation in a backward.
@@ -127,7 +127,7 @@ class PartStates:
         if key in self._entered and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(SECOND_FORWARD.format(layer=key[0]))
         self._entered.add(key)
-        if learns:
+        if expects_backward:
             self._awaited.add(key)
 
     def begin_part(self, part: Any) -> None:

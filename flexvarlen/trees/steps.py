@@ -14,9 +14,9 @@ class Step(NamedTuple):
 
     Attributes:
         part: that it runs; None if only other ranks have one in this step.
-        is_first_pass: whether it runs without gradients, for keys alone.
-        stores: whether it stores the keys of the segments that other parts continue.
-        done: segments whose keys no later step needs.
+        is_first_pass: whether it runs without gradients, only to store keys and states.
+        stores: whether it stores the keys and states of the segments that other parts continue.
+        done: segments whose keys and states no later step needs.
     """
 
     part: PlannedPart | None
@@ -63,7 +63,7 @@ def steps_of(plan: TreePlan, *, trains: bool) -> list[Step]:
 
 
 def common_schedule(schedules: Sequence[Sequence[bool]]) -> list[bool]:
-    """A schedule that contains those of all ranks: which of its steps are first passes.
+    """A schedule that contains each rank's in order: for each step, whether it is a first pass.
 
     In each step, the rank that has the most steps left decides.
 
@@ -81,7 +81,7 @@ def common_schedule(schedules: Sequence[Sequence[bool]]) -> list[bool]:
 
 
 def fill_steps(own: Sequence[Step], schedule: Sequence[bool]) -> Iterator[Step]:
-    """A rank's steps, with empty ones where its next is of the other kind."""
+    """A rank's steps, and an empty one wherever the schedule has a step of the other kind."""
     left = deque(own)
     for is_first_pass in schedule:
         if left and left[0].is_first_pass == is_first_pass:

@@ -35,6 +35,8 @@ def _why_no_parts(given: Given) -> str | None:
     layout: PackedLayout | None = given.boundaries["packed_layout"]
     if layout is None or not layout.shard.is_part_of_tree:
         return None
+    if given.patch.sequence_parallel_group is not None:
+        return "a sequence_parallel_group"
     tower, recurrent = given.parts.text_tower(given.module), given.patch.stages.recurrent
     if is_compiled_by_layer(tower):  # a graph for each index of a layer
         return "layers compiled one by one"

@@ -25,7 +25,7 @@ from flexvarlen.runner.suite import Finding, Options
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
 
 CHECKPOINTED, PARTS = "checkpointed:", "parts:"
-"""Begin a variant whose layers are recomputed, and one in parts of at most so many tokens."""
+"""What names of variants begin with: of recomputed layers, and of parts of at most N tokens."""
 VOCABULARY = 32_000
 MOST_DIFFERENCE = 0.1
 """Of the gradients of two variants in bf16, over their norm; two kernels differ by 0.04."""
@@ -33,32 +33,34 @@ MOST_DIFFERENCE = 0.1
 
 def measure_parts(case: TreeCase, variants: Sequence[str], options: Options) -> list[Finding]:
     """Check and time the variants of a case."""
-    return measure_variants(variants, PartsStep(case, options).check, options)
+    return measure_variants(variants, PartsStep(case, variants[0], options).check, options)
 
 
 class PartsStep:
-    """A case's model, and the samples of its tree."""
+    """A case's model, and the samples of its tree; gradients are compared with those of `first`."""
 
-    def __init__(self, case: TreeCase, options: Options) -> None:
-        self.case, self.device = case, options.device
+    def __init__(self, case: TreeCase, first: str, options: Options) -> None:
+        self.case, self.first, self.device = case, first, options.device
         self.model = case.new_model(AutoModelForCausalLM, options.device, vocab_size=VOCABULARY)
         fv.patch_model(self.model, "auto")
         tree, generator = case.tree(), torch.Generator().manual_seed(case.seed)
         ids = torch.randint(3, VOCABULARY, (sum(tree.lengths),), generator=generator)
         self.samples = [ids[path].tolist() for path in tree.paths()]
         self.shared: SharedPrefixes = fv.share_prefixes(self.samples, device=options.device)
-        self.expected: dict[str, Tensor] | None = None
+        self.expected: dict[str, Tensor] = {}  # still empty if the first has no memory
 
     def check(self, name: str) -> CheckedVariant:
         """Run a variant once, and compare its gradients."""
         call = self.call(name)
         tokens = call()
         found = self.gradients()
-        self.expected = self.expected or found
-        difference = max(
+        if name == self.first:
+            self.expected = found
+        differences = [
             float((found[x] - expected).norm() / expected.norm())
             for x, expected in self.expected.items()
-        )
+        ]
+        difference = max(differences, default=None)
         measures: Measures = {
             "gradient_difference": difference,
             "tokens_of_forwards": tokens,
@@ -66,7 +68,7 @@ class PartsStep:
             "tree_tokens": self.shared.layout.total_tokens,
         }
         wrong = None
-        if not difference <= MOST_DIFFERENCE:
+        if difference is not None and not difference <= MOST_DIFFERENCE:
             wrong = f"its gradients differ by {difference:.2g} of their norm"
         return CheckedVariant(call, measures, wrong)
 
@@ -81,7 +83,7 @@ class PartsStep:
         def run() -> list[int]:
             self.model.zero_grad()
             self.model.gradient_checkpointing_disable()
-            if name != "whole" and not name.startswith(PARTS):
+            if name.startswith((REPEATED, CHECKPOINTED.rstrip(":"))):
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
             return step()
 

@@ -5,8 +5,8 @@ of a model, the last on one group in one row; "parts" are steps on trees of any 
 parts of a bounded number of tokens. Agents, and paths of four levels, are also timed
 beside transformers' own FlashAttention-3 on the same samples repeated. A model with recurrent
 layers takes the first two shapes, the same ragged, and a chain of 12 segments, each of which an
-answer continues too. Every variant is compared with samples alone in fp64, and what is wrong is not
-timed. The suite "mask-build" times the masks of trees.
+answer continues too. Every variant is compared with samples alone in fp64, those of "parts" with
+the first of them, and what is wrong is not timed. The suite "mask-build" times the masks of trees.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from flexvarlen.recurrent.documents import CHUNK
 from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 from flexvarlen.recurrent.fla_kernels.outputs import (
-    first_kept,
+    fake_state_gradient,
+    fake_states,
+    first_without_gradient,
     gradients_of,
     like,
-    state_gradient,
-    states_of_forward,
 )
 from flexvarlen.recurrent.fla_kernels.states import decayed_state_gradients, decayed_states
 
@@ -110,20 +110,20 @@ def _expanded(x: Tensor, heads: int) -> Tensor:
 @decayed_scan.register_fake
 def _(*inputs: Any) -> list[Tensor]:
     _, k, v, g, *boundaries = inputs
-    states = states_of_forward(k, v, Boundaries(*boundaries))
+    states = fake_states(k, v, Boundaries(*boundaries))
     return [like(v), states, like(g, torch.float32)]
 
 
 @_decayed_scan_backward.register_fake
 def _(*inputs: Any) -> list[Tensor]:
     _, _, q, k, v, _, g_sum, *boundaries = inputs
-    dabove = state_gradient(Boundaries(*boundaries).state_above, v)
+    dabove = fake_state_gradient(Boundaries(*boundaries).state_above, v)
     return [like(q), like(k), like(v), like(g_sum), dabove]
 
 
 def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     q, k, v, _, *boundaries, ctx.group = inputs
-    ctx.mark_non_differentiable(*output[first_kept(inputs) :])
+    ctx.mark_non_differentiable(*output[first_without_gradient(inputs) :])
     ctx.save_for_backward(q, k, v, *output[1:], *boundaries)
 
 

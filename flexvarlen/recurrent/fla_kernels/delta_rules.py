@@ -16,11 +16,11 @@ from flexvarlen.recurrent.documents import CHUNK
 from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 from flexvarlen.recurrent.fla_kernels.outputs import (
-    first_kept,
+    fake_state_gradient,
+    fake_states,
+    first_without_gradient,
     gradients_of,
     like,
-    state_gradient,
-    states_of_forward,
 )
 from flexvarlen.recurrent.fla_kernels.states import delta_state_gradients, delta_states
 
@@ -234,19 +234,19 @@ def _fake_forward(squares: int, *inputs: Any) -> list[Tensor]:
     q, k, v, g, _, *boundaries = inputs
     kept = [k.new_empty(*v.shape[:3], CHUNK) for _ in range(squares)]
     units = [x for unit in (q, k) for x in (like(unit), like(unit[..., 0], torch.float32))]
-    states = states_of_forward(k, v, Boundaries(*boundaries))
+    states = fake_states(k, v, Boundaries(*boundaries))
     return [like(v), states, like(g, torch.float32), *kept, *units]
 
 
 def _fake_backward(*inputs: Any) -> list[Tensor]:
     _, _, v, beta, (_, g_sum, *_, q_unit, _, k_unit, _), *boundaries = inputs
-    dabove = state_gradient(Boundaries(*boundaries).state_above, v)
+    dabove = fake_state_gradient(Boundaries(*boundaries).state_above, v)
     return [*(like(x) for x in (q_unit, k_unit, v)), like(g_sum), like(beta), dabove]
 
 
 def _keep_delta_rule(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, _, v, _, beta, *boundaries, ctx.group = inputs
-    ctx.mark_non_differentiable(*output[first_kept(inputs) :])
+    ctx.mark_non_differentiable(*output[first_without_gradient(inputs) :])
     ctx.save_for_backward(v, beta, *boundaries, *output[1:])
 
 

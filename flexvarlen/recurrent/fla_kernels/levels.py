@@ -1,5 +1,7 @@
 """The order in which the slots of a row run, if states pass from one slot to another.
 
+A slot holds a document, or a segment of a tree.
+
 A segment of a tree starts from the final state of its parent. So the steps that pass states are
 launched once for each level of a tree, all segments of a level together; the backward starts at the
 deepest level, and the gradient of a state is the sum over the segments that start from it, in
@@ -210,8 +212,7 @@ def _run_others(boundaries: Boundaries, others: Level, like: Tensor, launch: Lau
     """Run a kernel for plain documents, or for the padding after trees.
 
     The padding comes last, as Triton tunes a kernel at its first launch and the padding may be
-    empty.
-    It gets states as all levels do: without them, Triton would tune the kernel again.
+    empty. It gets states as all levels do: without them, Triton would tune the kernel again.
     """
     if boundaries.parents is None:
         launch(others, None, None)

@@ -1,4 +1,4 @@
-"""The outputs of the operators: fake ones, and what has a gradient."""
+"""Fake outputs of the operators, and which inputs and outputs have gradients."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ def like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def states_of_forward(k: Tensor, v: Tensor, boundaries: Boundaries) -> Tensor:
+def fake_states(k: Tensor, v: Tensor, boundaries: Boundaries) -> Tensor:
     """A fake result of `run_levels_forward`."""
     return states_like((v.shape[2], k.shape[3], v.shape[3]), v, boundaries)
 
 
-def state_gradient(state_above: Tensor | None, like: Tensor) -> Tensor:
+def fake_state_gradient(state_above: Tensor | None, like: Tensor) -> Tensor:
     """A fake result of `run_levels_backward`."""
     shape = (0,) if state_above is None else state_above.shape
     return like.new_empty(shape, dtype=torch.float32)
 
 
-def first_kept(inputs: tuple[Any, ...]) -> int:
-    """The first output of an operator that has no gradient; states of parts of a tree have one."""
+def first_without_gradient(inputs: tuple[Any, ...]) -> int:
+    """Index of the first output without a gradient: 2 in parts of a tree, whose states have one."""
     return 1 + (Boundaries(*inputs[-len(Boundaries._fields) :]).continued is not None)
 
 
 def gradients_of(boundaries: Boundaries, dabove: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of an operator's boundaries."""
+    """Gradients of an operator's `Boundaries`: only `state_above` has one."""
     has_state = boundaries.state_above is not None
     return tuple(
         dabove if has_state and name == "state_above" else None for name in Boundaries._fields
