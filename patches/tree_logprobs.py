@@ -22,7 +22,7 @@ from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.lm_head import lm_head
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.trees.ranks import check_runs_in_parts, ranks_of
-from flexvarlen.trees.run import PartBatch, no_random_numbers
+from flexvarlen.trees.run import PartBatch, has_compiled, no_random_numbers
 
 
 def tree_logprobs(
@@ -37,7 +37,8 @@ def tree_logprobs(
 
     For any loss that is a function of log-probabilities, such as those of RL. In parts, the forward
     runs without gradients; when the loss built from the result runs backward, each part runs again,
-    in the model as it is then, and adds to the gradients of the parameters.
+    in the model as it is then, and adds to the gradients of the parameters. So DDP's `no_sync` must
+    contain the backward, and under FSDP2 the loss must have no other forward of the model.
 
     Args:
         model: patched, with a language-model head; in training, in parts, without dropout. Under
@@ -53,9 +54,10 @@ def tree_logprobs(
 
     Raises:
         ValueError: the model is not patched or has no language-model head, `shared` is of another
-            type or has images, the temperature is not positive and finite, or `chunk_tokens` is
-            below 1; and as `SharedPrefixes.parts`.
-        NotImplementedError: as `SharedPrefixes.parts`.
+            type or has images, the temperature is not positive and finite, `chunk_tokens` is below
+            1, or accelerate's autocast is off; and as `SharedPrefixes.parts`.
+        NotImplementedError: torch.compile of more than the base model; and as
+            `SharedPrefixes.parts`.
         RuntimeError: a second backward, in parts.
 
     >>> logprobs = fv.tree_logprobs(model, shared, max_tokens=16_384)  # doctest: +SKIP
@@ -80,15 +82,12 @@ def tree_scores(
     max_tokens: int | None = None,
     temperature: float = 1.0,
     chunk_tokens: int = 1024,
-    runs_twice: bool = False,
 ) -> Sequence[Tensor]:
     """Scores of each token's label, as `tree_logprobs`, each `[T]`.
 
     Args:
         names: in `flexvarlen.layout.logprobs.SCORES`. In parts, the backward computes those that
             have gradients.
-        runs_twice: whether one part too runs again in the backward, where DDP's forward then runs
-            on all ranks, whatever their number of parts.
     """
     if not isinstance(temperature, Real) or not 0 < temperature < float("inf"):
         raise ValueError(
@@ -106,6 +105,7 @@ def tree_scores(
             f"model must be patched, got {type(inner).__name__}; call fv.patch_model(model) first."
         )
     base: Any = ModelParts.of(inner).base(inner)
+    _check_runs_as_its_forward(model, base, shared.input_ids.device.type)
     ranks = ranks_of(model)
 
     def forward(
@@ -126,14 +126,14 @@ def tree_scores(
 
     def of_part(part: PartBatch, names: Sequence[str]) -> list[Tensor]:
         inputs = {name: part[name] for name in ("input_ids", "packed_layout", "shift_labels")}
-        found: list[Tensor] = ranks.call(inner, forward, names=names, **inputs)
+        found: list[Tensor] = ranks.call_with_forward(inner, forward, names=names, **inputs)
         return found
 
     tokens = shared.layout.total_tokens
-    is_part = max_tokens is not None and (
-        require_int_at_least("max_tokens", max_tokens, 1) < tokens or ranks.ranks_wait or runs_twice
-    )
-    if max_tokens is None or not is_part:
+    if max_tokens is None:
+        return of_part(PartBatch(shared.batch()), names)
+    fits = require_int_at_least("max_tokens", max_tokens, 1) >= tokens
+    if fits and not ranks.must_call_model:  # else all ranks call it in the backward, as some must
         return of_part(PartBatch(shared.batch()), names)
     check_runs_in_parts(model)
 
@@ -152,7 +152,7 @@ def tree_scores(
                 total.index_copy_(0, on_device, x)
         return found
 
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in inner.parameters())
     if not needs_grad:
         with torch.no_grad():
             return run(None)
@@ -160,6 +160,26 @@ def tree_scores(
     anchor = torch.zeros((), device=device, requires_grad=True)
     result: tuple[Tensor, ...] = _InParts.apply(anchor, run, names, _autocast_of(device.type))  # type: ignore[no-untyped-call]
     return result
+
+
+def _check_runs_as_its_forward(model: nn.Module, base: nn.Module, device: str) -> None:
+    """Refuse what is around a model's forward and would be lost, as the base model is called.
+
+    Raises:
+        ValueError: accelerate's autocast.
+        NotImplementedError: torch.compile.
+    """
+    in_autocast = any(hasattr(each, "_original_forward") for each in model.modules())
+    if in_autocast and not torch.is_autocast_enabled(device):
+        raise ValueError(
+            "tree_logprobs must run in the autocast that accelerate gave the model, got none; call "
+            "it inside accelerator.autocast()."
+        )
+    if has_compiled(model) and not has_compiled(base):
+        raise NotImplementedError(
+            "tree_logprobs calls the base model, which must be what is compiled, got a compiled "
+            "model around it; call compile() on the base model, such as model.model.compile()."
+        )
 
 
 def _autocast_of(device: str) -> Callable[[], AbstractContextManager[Any]]:

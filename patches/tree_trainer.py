@@ -122,9 +122,6 @@ class StepTrees:
             names=names,
             max_tokens=tokens_per_part,
             temperature=getattr(trainer, "temperature", 1.0),
-            # Ranks with one part and with several must call DDP at the same time, as the trainer
-            # gathers metrics between forward and backward.
-            runs_twice=trainer.accelerator.num_processes > 1,
         )
         self.begin_step()
 
@@ -292,6 +289,8 @@ def _refused(trainer: Any) -> Iterator[str]:
     is_fsdp1 = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
     if is_fsdp1 or trainer.is_deepspeed_enabled:
         yield "DeepSpeed or FSDP1: use DDP or FSDP2"
+    if trainer.args.torch_compile:
+        yield "torch_compile"
     if trainer.aux_loss_enabled:
         yield "a router's loss: set router_aux_loss_coef=0"
     if getattr(trainer.args, "cast_lm_head_to_fp32", False):

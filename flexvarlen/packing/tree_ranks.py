@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,10 @@ class TreeSubset:
                 new[segment] = len(sizes)
                 above.append(new[parents[segment]])
                 sizes.append(size)
-        self.layout = PackedLayout.from_tree(sizes, above)
+        depth = None if layout.segments is None else layout.segments.max_depth
+        # The row's bounds, as parts of a compiled model take their sizes from them.
+        bounds: dict[str, Any] = {"capacity": layout.capacity, "max_depth": depth}
+        self.layout = PackedLayout.from_tree(sizes, above, **bounds)
 
     def paths(self, paths: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The same paths, by the indices of their tokens here."""

@@ -31,10 +31,6 @@ class ModelRanks(Protocol):
     def must_call_model(self) -> bool:
         """Whether each forward must be a call of the model, not of a module inside."""
 
-    @property
-    def ranks_wait(self) -> bool:
-        """Whether each forward of a rank waits for one of the others."""
-
     def steps(self, own: Sequence[Step]) -> Generator[Step, None, None]:
         """The steps that this rank runs; close the generator, also after an exception.
 
@@ -42,14 +38,14 @@ class ModelRanks(Protocol):
             own: those of its own trees.
         """
 
-    def call(self, inner: nn.Module, run: Callable[..., Any], **inputs: Any) -> Any:
+    def call_with_forward(self, inner: nn.Module, run: Callable[..., Any], **inputs: Any) -> Any:
         """Call the model with `run` as the forward of `inner`, the model or a module of it."""
 
 
 class OneRank:
     """A model of this rank alone."""
 
-    must_call_model, ranks_wait = False, False
+    must_call_model = False
 
     def __init__(self, model: nn.Module) -> None:
         self.without_gradients = model
@@ -57,7 +53,7 @@ class OneRank:
     def steps(self, own: Sequence[Step]) -> Generator[Step, None, None]:
         yield from own
 
-    def call(self, inner: nn.Module, run: Callable[..., Any], **inputs: Any) -> Any:
+    def call_with_forward(self, inner: nn.Module, run: Callable[..., Any], **inputs: Any) -> Any:
         return run(**inputs)
 
 
@@ -69,7 +65,7 @@ class _Shared:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def call(self, inner: nn.Module, run: Callable[..., Any], **inputs: Any) -> Any:
+    def call_with_forward(self, inner: nn.Module, run: Callable[..., Any], **inputs: Any) -> Any:
         with _forward_replaced(inner, run):
             return self.model(**inputs)
 
@@ -82,15 +78,17 @@ class DdpRanks(_Shared):
         ddp: DDP.
     """
 
-    ranks_wait = False
-
     def __init__(self, model: nn.Module, ddp: Any) -> None:
         super().__init__(model)
         self.ddp, self.without_gradients = ddp, ddp.module
 
-    def call(self, inner: nn.Module, run: Callable[..., Any], **inputs: Any) -> Any:
+    def call_with_forward(self, inner: nn.Module, run: Callable[..., Any], **inputs: Any) -> Any:
         # DDP sends buffers and sizes of buckets in a forward, in an order that gradients change.
-        return super().call(inner, run, **inputs) if torch.is_grad_enabled() else run(**inputs)
+        return (
+            super().call_with_forward(inner, run, **inputs)
+            if torch.is_grad_enabled()
+            else run(**inputs)
+        )
 
     def steps(self, own: Sequence[Step]) -> Generator[Step, None, None]:
         before = self.ddp.require_backward_grad_sync  # False inside `no_sync`
@@ -109,8 +107,6 @@ class Fsdp2Ranks(_Shared):
         model: whose call gathers the parameters.
         mesh: of the parameters.
     """
-
-    ranks_wait = True
 
     def __init__(self, model: nn.Module, mesh: Any) -> None:
         super().__init__(model)

@@ -102,6 +102,8 @@ def plain_loop(model: Any, shared: fv.SharedPrefixes, max_tokens: int, count: in
 def by_logprobs(model: Any, shared: fv.SharedPrefixes, max_tokens: int | None, count: int) -> Any:
     logprobs = fv.tree_logprobs(model, shared, max_tokens=max_tokens, chunk_tokens=10)
     loss = -(logprobs * shared.label_counts).sum() / count
+    if dist.is_initialized():
+        dist.all_reduce(loss.detach().clone())  # a metric, before some ranks' second forward
     (loss * world()).backward()
     return loss.detach(), []
 
