@@ -200,9 +200,10 @@ def test_the_rows_of_ranks():
         {"input_ids": [5, 6, 7, 9], "labels": [-100, 6, -100, 9]},
         {"input_ids": [5, 6, 7, 9, 4], "labels": [-100, -100, -100, -100, 4]},
     ]
-    shared = fv.share_prefixes(texts, total_tokens=20)
+    shared = fv.share_prefixes(texts, total_tokens=20, capacity=9, max_depth=5)
     for rank in range(2):
         own = shared.of_rank(rank, 2)
+        assert own.layout.capacity == 9
         assert int(own.num_items_in_batch) == 5
         for index, ids, labels in zip(
             own.samples,
