@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 from flexvarlen.bench.suites.attention.tables import PACKAGES
@@ -28,7 +29,12 @@ from flexvarlen.bench.suites.model.tree_cases import (
     Tree,
     TreeCase,
 )
-from flexvarlen.bench.suites.model.tree_parts import CHECKPOINTED, PARTS, measure_parts
+from flexvarlen.bench.suites.model.tree_parts import (
+    CHECKPOINTED,
+    PARTS,
+    measure_parts,
+    memory_figure,
+)
 from flexvarlen.bench.suites.model.tree_runs import TreeSteps, measure_trees, split_variant
 from flexvarlen.report.records import Record, by_machine, commits_of, grouped, ran_on, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table, shown
@@ -152,6 +158,13 @@ class Trees(Suite[TreeCase]):
             if any((r.case["kind"] == "parts") == in_parts for r in own)
         ]
         return [table for table in found if table.lines]
+
+    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        """The memory of the model whose trees are of the most sizes."""
+        found = grouped([r for r in records if r.case["kind"] == "parts"], "geometry").values()
+        largest = max(found, key=len, default=[])
+        path = memory_figure(largest, folder)
+        return [] if path is None else [path]
 
 
 def _kernel(options: Options) -> str:
