@@ -12,6 +12,7 @@ import flexvarlen as fv
 from flexvarlen.bench.suites.attention.inputs import Expected, serial
 from flexvarlen.bench.suites.attention.packed import ours
 from flexvarlen.bench.suites.model.tree_cases import STEPS, Tree
+from flexvarlen.bench.suites.model.tree_parts import PartsStep, require_known_parts
 from flexvarlen.bench.suites.model.tree_runs import (
     TreeInputs,
     TreeSteps,
@@ -21,7 +22,7 @@ from flexvarlen.bench.suites.model.tree_runs import (
 )
 from flexvarlen.bench.suites.model.trees import SUITE
 from flexvarlen.reference.model import IGNORE_INDEX
-from flexvarlen.runner.suite import Finding
+from flexvarlen.runner.suite import Finding, UnknownVariant
 from tests.bench.quick import CPU, ON_A_GPU, QUICK, records_of
 
 CASES = {case.name: case for case in SUITE.cases(QUICK)}
@@ -170,6 +171,30 @@ def test_a_chain_is_timed_beside_its_segments_as_documents(tmp_path):
     assert [r.measures["checked_samples"] for r in records] == [4, 8]
 
 
+def test_parts_give_the_gradients_of_packed_rows(tmp_path):
+    records = records_of(SUITE, tmp_path, cases="qwen3-tiny-parts")
+    assert [r.status for r in records] == ["ok"] * 4
+    assert all(r.measures["gradient_difference"] < 1e-5 for r in records)
+    repeated, whole, *in_parts = (r.measures["tokens_of_forwards"] for r in records)
+    assert sum(repeated) == records[0].measures["sample_tokens"]
+    assert {sum(tokens) for tokens in (whole, *in_parts)} == {records[0].measures["tree_tokens"]}
+    assert len(whole) == 1 < len(in_parts[0]) < len(in_parts[1])
+
+
+def test_a_wrong_gradient_of_parts_is_not_timed(tmp_path, monkeypatch):
+    right = PartsStep.in_parts
+    twice = lambda self, tokens: right(self, tokens) + right(self, tokens)  # noqa: E731
+    monkeypatch.setattr(PartsStep, "in_parts", twice)
+    records = records_of(SUITE, tmp_path, "whole", "parts:40", cases="qwen3-tiny-parts")
+    assert [r.status for r in records] == ["ok", "wrong"]
+
+
+def test_unknown_parts_raise():
+    for name in ("parts:", "parts:x", "fa3", "checkpointed:40"):
+        with pytest.raises(UnknownVariant, match="variants must be among whole, checkpointed"):
+            require_known_parts([name])
+
+
 # --- cases ---------------------------------------------------------------------------------------
 
 
@@ -185,7 +210,11 @@ def test_rows_of_a_gpu_are_whole_samples_as_many_as_fit(case):
     else:
         following = [len(row[0]) for row in rows[1:]]
         assert all(a + b > case.max_row_tokens for a, b in zip(tokens, following, strict=False))
-    for variant in SUITE.variants(case, ON_A_GPU):
+    variants = SUITE.variants(case, ON_A_GPU)
+    if case.kind == "parts":
+        require_known_parts(variants)
+        return
+    for variant in variants:
         split_variant(variant)
 
 

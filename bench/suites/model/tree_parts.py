@@ -25,7 +25,7 @@ from flexvarlen.packing.prefixes import SharedPrefixes
 from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.report.figure import chart, lines, save
 from flexvarlen.report.records import Record, provenance
-from flexvarlen.runner.suite import Finding, Options
+from flexvarlen.runner.suite import Finding, Options, require_known
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
 
 CHECKPOINTED, PARTS = "checkpointed:", "parts:"
@@ -66,8 +66,20 @@ def memory_figure(records: Sequence[Record], folder: Path) -> Path | None:
     return save(figure, folder / "tree-parts.png")
 
 
+def require_known_parts(names: Sequence[str]) -> None:
+    """Refuse unknown variants.
+
+    Raises:
+        UnknownVariant: a name that none has.
+    """
+    tokens = [name.rpartition(PARTS)[2] for name in names if name.rpartition(PARTS)[1]]
+    parts = [f"{way}{PARTS}{x}" for way in ("", CHECKPOINTED) for x in tokens if x.isdecimal()]
+    require_known(names, ["whole", "checkpointed", f"{REPEATED}auto", *parts])
+
+
 def measure_parts(case: TreeCase, variants: Sequence[str], options: Options) -> list[Finding]:
     """Check and time the variants of a case."""
+    require_known_parts(variants)
     return measure_variants(variants, PartsStep(case, variants[0], options).check, options)
 
 
