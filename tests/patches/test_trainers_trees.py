@@ -78,7 +78,14 @@ def test_a_step_learns_what_the_padded_one_learns(name, tokens_per_part, tmp_pat
     check_run(STEPS[name], tmp_path, share_prefixes=True, tokens_per_part=tokens_per_part)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+def with_slow(names, *slow):
+    return [pytest.param(x, marks=[pytest.mark.slow] * (x in slow)) for x in names]
+
+
+@pytest.mark.parametrize(
+    "name",
+    with_slow(OTHERS, "grpo_across_steps", "grpo_generation_of_two_steps", "gmpo", "dpo_weighted"),
+)
 def test_settings(name, tmp_path):
     check_run(OTHERS[name], tmp_path, share_prefixes=True, tokens_per_part=SMALL)
 
@@ -130,7 +137,7 @@ UNDER_DDP = {
 """Trainers, and the `tokens_per_part` of two ranks: with `WHOLE`, a tree is one part."""
 
 
-@pytest.mark.parametrize("name", UNDER_DDP)
+@pytest.mark.parametrize("name", with_slow(UNDER_DDP, "dpo_lora", "grpo_lora"))
 def test_ddp(ranks, name):
     """Each rank has other samples, and may have another number of parts; a step reduces once."""
     case, tokens_per_part = UNDER_DDP[name]
@@ -148,7 +155,7 @@ UNDER_FSDP2 = {
 }
 
 
-@pytest.mark.parametrize("name", UNDER_FSDP2)
+@pytest.mark.parametrize("name", with_slow(UNDER_FSDP2, "dpo"))
 def test_fsdp2(ranks, name):
     case, tokens_per_part = UNDER_FSDP2[name]
     assert ranks.run(cases.learned, case.varied(**cases.FSDP2), tokens_per_part) == [[], []]

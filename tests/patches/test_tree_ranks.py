@@ -46,8 +46,18 @@ def assert_learned(found, expected):
         assert (gradient - gradients[name]).norm() <= 1e-12 * norm, name
 
 
+def with_slow(names, slow):
+    return [pytest.param(x, marks=[pytest.mark.slow] * (x in slow)) for x in names]
+
+
 @pytest.mark.parametrize("loop", cases.LOOPS)
-@pytest.mark.parametrize("wrapper", [x for x in cases.WRAPPERS if x != "hsdp"])
+@pytest.mark.parametrize(
+    "wrapper",
+    with_slow(
+        [x for x in cases.WRAPPERS if x != "hsdp"],
+        ["fsdp2, checkpoints", "fsdp2, gathered", "ddp, gradients in buckets"],
+    ),
+)
 def test_other_trees_on_each_rank(ranks, wrapper, loop):
     found = ranks.run(cases.learned, "llama", wrapper, loop)
     for each in found:
@@ -60,7 +70,7 @@ def test_other_trees_on_each_rank(ranks, wrapper, loop):
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_moe"])
+@pytest.mark.parametrize("family", with_slow(["qwen3_5_text", "qwen3_moe"], ["qwen3_moe"]))
 def test_families(ranks, family, wrapper):
     for each in ranks.run(cases.learned, family, wrapper, "plain loop"):
         assert_learned(each, alone(family, 2))
@@ -74,7 +84,7 @@ def test_lora(ranks, wrapper, loop):
         assert_learned(each, alone("llama", 2, is_lora=True))
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "hsdp"])
+@pytest.mark.parametrize("wrapper", with_slow(["ddp", "hsdp"], ["hsdp"]))
 def test_four_ranks(four_ranks, wrapper):
     for each in four_ranks.run(cases.learned, "llama", wrapper, "plain loop"):
         assert_learned(each, alone("llama", 4))
