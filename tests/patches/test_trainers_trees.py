@@ -137,7 +137,9 @@ UNDER_DDP = {
 """Trainers, and the `tokens_per_part` of two ranks: with `WHOLE`, a tree is one part."""
 
 
-@pytest.mark.parametrize("name", with_slow(UNDER_DDP, "dpo_lora", "grpo_lora"))
+@pytest.mark.parametrize(
+    "name", with_slow(UNDER_DDP, "dpo_lora", "grpo_lora", "grpo_two_generations_a_step")
+)
 def test_ddp(ranks, name):
     """Each rank has other samples, and may have another number of parts; a step reduces once."""
     case, tokens_per_part = UNDER_DDP[name]
@@ -155,7 +157,7 @@ UNDER_FSDP2 = {
 }
 
 
-@pytest.mark.parametrize("name", with_slow(UNDER_FSDP2, "dpo"))
+@pytest.mark.parametrize("name", with_slow(UNDER_FSDP2, "dpo", "grpo_two_generations_a_step"))
 def test_fsdp2(ranks, name):
     case, tokens_per_part = UNDER_FSDP2[name]
     assert ranks.run(cases.learned, case.varied(**cases.FSDP2), tokens_per_part) == [[], []]

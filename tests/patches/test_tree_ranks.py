@@ -77,7 +77,7 @@ def test_families(ranks, family, wrapper):
 
 
 @pytest.mark.parametrize("loop", cases.LOOPS)
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrapper", with_slow(["ddp", "fsdp2"], ["fsdp2"]))
 def test_lora(ranks, wrapper, loop):
     pytest.importorskip("peft")
     for each in ranks.run(partial(cases.learned, is_lora=True), "llama", wrapper, loop):
