@@ -23,7 +23,7 @@ from flexvarlen.layout.row_split import BoundaryLinks
 from flexvarlen.recurrent import fla_kernels
 from flexvarlen.recurrent.adjacent_ranks import receive_state, send_state
 from flexvarlen.recurrent.convolution import causal_convolution
-from flexvarlen.recurrent.documents import RecurrentDocuments
+from flexvarlen.recurrent.documents import Carry, RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels.check import OPERATORS, why_wrong
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
 
@@ -104,7 +104,7 @@ def gated_delta_rule(
         why = why_wrong(kind, rows[0], rows[2], boundaries, documents.meanwhile)
     if why is None:
         rows[3] = rows[3].float()
-        out = _run_fla(kind, rows, documents)
+        out = _run_fla(kind, rows, boundaries, documents.carry)
     else:
 
         def run(state: Tensor | None, keep: bool, *row: Tensor) -> Any:
@@ -159,14 +159,14 @@ def mamba2_scan(
     x, dt, B, C = (y.reshape(1, -1, *y.shape[2:]) for y in (hidden_states, dt, B, C))
     fixed: dict[str, Any] = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias}
     fixed |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    why = fla_kernels.why_not(x)
+    why, boundaries = fla_kernels.why_not(x), Boundaries.of(documents)
     if why is None:
-        why = why_wrong("Mamba-2's scan", C, x, Boundaries.of(documents), documents.meanwhile)
+        why = why_wrong("Mamba-2's scan", C, x, boundaries, documents.meanwhile)
     if why is None:
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
         v, g = (x * dt[..., None]).to(x.dtype), dt * A.float()
-        out = _run_fla("Mamba-2's scan", [C, B, v, g], documents)
+        out = _run_fla("Mamba-2's scan", [C, B, v, g], boundaries, documents.carry)
         out = out if D is None else out + (x * D[:, None]).to(x.dtype)
     else:
 
@@ -182,9 +182,10 @@ def mamba2_scan(
     return documents.zero_padding(out).view(hidden_states.shape)
 
 
-def _run_fla(kind: str, inputs: Sequence[Tensor], documents: RecurrentDocuments) -> Tensor:
+def _run_fla(
+    kind: str, inputs: Sequence[Tensor], boundaries: Boundaries, carry: Carry | None
+) -> Tensor:
     """The output of fla's kernels; on a part of a tree, from the state of the path above it."""
-    boundaries, carry = Boundaries.of(documents), documents.carry
     if carry is None:
         return OPERATORS[kind](*inputs, *boundaries)[0]
     name = carry.name("fla scan")

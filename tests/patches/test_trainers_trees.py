@@ -21,6 +21,7 @@ from tests.patches.padded_trainers import (
     run,
     trl,
 )
+from tests.slow import with_slow
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate", "short_prefixes")
 
@@ -78,13 +79,11 @@ def test_a_step_learns_what_the_padded_one_learns(name, tokens_per_part, tmp_pat
     check_run(STEPS[name], tmp_path, share_prefixes=True, tokens_per_part=tokens_per_part)
 
 
-def with_slow(names, *slow):
-    return [pytest.param(x, marks=[pytest.mark.slow] * (x in slow)) for x in names]
-
-
 @pytest.mark.parametrize(
     "name",
-    with_slow(OTHERS, "grpo_across_steps", "grpo_generation_of_two_steps", "gmpo", "dpo_weighted"),
+    with_slow(
+        OTHERS, ["grpo_across_steps", "grpo_generation_of_two_steps", "gmpo", "dpo_weighted"]
+    ),
 )
 def test_settings(name, tmp_path):
     check_run(OTHERS[name], tmp_path, share_prefixes=True, tokens_per_part=SMALL)
@@ -138,7 +137,7 @@ UNDER_DDP = {
 
 
 @pytest.mark.parametrize(
-    "name", with_slow(UNDER_DDP, "dpo_lora", "grpo_lora", "grpo_two_generations_a_step")
+    "name", with_slow(UNDER_DDP, ["dpo_lora", "grpo_lora", "grpo_two_generations_a_step"])
 )
 def test_ddp(ranks, name):
     """Each rank has other samples, and may have another number of parts; a step reduces once."""
@@ -157,7 +156,7 @@ UNDER_FSDP2 = {
 }
 
 
-@pytest.mark.parametrize("name", with_slow(UNDER_FSDP2, "dpo", "grpo_two_generations_a_step"))
+@pytest.mark.parametrize("name", with_slow(UNDER_FSDP2, ["dpo", "grpo_two_generations_a_step"]))
 def test_fsdp2(ranks, name):
     case, tokens_per_part = UNDER_FSDP2[name]
     assert ranks.run(cases.learned, case.varied(**cases.FSDP2), tokens_per_part) == [[], []]

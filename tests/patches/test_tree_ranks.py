@@ -15,6 +15,7 @@ from flexvarlen.trees.steps import common_schedule, fill_steps, steps_of
 from tests.patches import tree_ranks as cases
 from tests.patches.forward.test_trees import samples
 from tests.ranks import Ranks
+from tests.slow import with_slow
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +45,6 @@ def assert_learned(found, expected):
     for name, gradient in found["gradients"].items():
         norm = gradients[name].norm()
         assert (gradient - gradients[name]).norm() <= 1e-12 * norm, name
-
-
-def with_slow(names, slow):
-    return [pytest.param(x, marks=[pytest.mark.slow] * (x in slow)) for x in names]
 
 
 @pytest.mark.parametrize("loop", cases.LOOPS)

@@ -33,7 +33,5 @@ def first_without_gradient(inputs: tuple[Any, ...]) -> int:
 
 def gradients_of(boundaries: Boundaries, dabove: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of an operator's `Boundaries`: only `state_above` has one."""
-    has_state = boundaries.state_above is not None
-    return tuple(
-        dabove if has_state and name == "state_above" else None for name in Boundaries._fields
-    )
+    found = None if boundaries.state_above is None else dabove
+    return tuple(found if name == "state_above" else None for name in Boundaries._fields)
