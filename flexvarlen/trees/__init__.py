@@ -6,7 +6,7 @@
 | `steps.py` | `Step`: the parts and passes without gradients in their order, on several ranks too |
 | `ranks.py` | `ModelRanks`: what one rank, DDP and FSDP2 do before and after each step |
 | `states.py` | `PartStates`: keys, values, states and gradients that parts pass to one another |
-| `keys_above.py` | `with_keys_above`: a layer's keys with those above, also in a compiled graph |
+| `keys_above.py` | `KeysOfPart`: a layer's keys with those above, also in a compiled graph |
 | `part.py` | `TreePart`: the `shard` of a part's layout |
 | `run.py` | `run_parts`: the loop over the steps |
 

@@ -3,55 +3,123 @@
 What differs from part to part must not be in a compiled graph. So a graph takes the number of a
 part, a tensor on the host, by which its operators find the part that runs.
 
-Shapes: K = keys above the part, padding before them included; T = tokens of the part; Hkv = heads
-of keys, D = head_dim.
+Shapes: K = keys above the part, padding before them included; T = tokens of the part; H, Hkv =
+heads of queries and of keys, D = head_dim.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from flexvarlen.layout.boundaries import is_traced
 from flexvarlen.layout.launch_sizes import NOT_CAPTURED
+from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.row_split import Attend
+from flexvarlen.layout.segments import Segments
 from flexvarlen.trees.states import PartStates
+
+WITHOUT_INDEX = (
+    "an attention layer must have a layer_idx to run on a part of a tree, got one without; run the "
+    "whole tree: shared.batch()."
+)
 
 
 class RunningPart(Protocol):
     """What the operators need of `flexvarlen.trees.part.TreePart`."""
 
     def join(
-        self, layer: int, k: Tensor, v: Tensor, *, expects_backward: bool
+        self,
+        layer: int,
+        k: Tensor,
+        v: Tensor,
+        keys_above: int,
+        window: int | None,
+        *,
+        expects_backward: bool,
     ) -> tuple[Tensor, Tensor]:
         """Keys and values `[K + T, Hkv, D]`: those above, then those of the part's tokens."""
 
-    def split_gradients(self, layer: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    def split_gradients(
+        self, layer: int, dk: Tensor, dv: Tensor, keys_above: int
+    ) -> tuple[Tensor, Tensor]:
         """The gradients `[T, Hkv, D]` of the part's own keys, from those of all."""
 
 
-def with_keys_above(
-    k: Tensor, v: Tensor, number: Tensor, layer: int, keys_above: int
-) -> tuple[Tensor, Tensor]:
-    """Keys and values `[K + T, Hkv, D]` of a layer: padding, those above, and the part's own.
+class KeysOfPart(NamedTuple):
+    """The `RowKeys` of the layers of a part that have one mask.
 
-    Args:
-        k, v: of the part's tokens, `[T, Hkv, D]`.
-        number: of the part that runs, int64 `[]` on the host.
-        layer: index of the layer.
+    Attributes:
+        number: of the part, int64 `[]` on the host.
+        layout_k: of the keys above and the part's own; None if K is 0.
         keys_above: K.
-
-    Raises:
-        RuntimeError: the part's loop has ended or gone on, or the layer runs a second time.
-
-    Differentiable once; the gradients of the keys above go to the parts that have them. No sync;
-    traces under `fullgraph=True`.
+        window: of the layers: the most tokens of a segment that other parts see; None: all.
     """
-    # A reentrant checkpoint runs its forward without gradients; the backward runs it again.
-    expects_backward = not torch.is_grad_enabled() or k.requires_grad or v.requires_grad
-    k, v = _WithKeysAbove.apply(k, v, number, layer, keys_above, expects_backward)  # type: ignore[no-untyped-call]
-    return k, v
+
+    number: Tensor
+    layout_k: PackedLayout | None
+    keys_above: int
+    window: int | None = None
+
+    def layouts(self, layout: PackedLayout) -> tuple[PackedLayout, PackedLayout | None]:
+        """The layouts of the part's queries and of the keys, of which theirs come last."""
+        return layout, self.layout_k
+
+    def attend(
+        self,
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        layer: int | None = None,
+    ) -> Any:
+        """Call `attend` with padding, the keys above, and the part's own.
+
+        Args:
+            attend: takes q `[T, H, D]`, and k and v `[K + T, Hkv, D]`.
+            q, k, v: of the part's tokens.
+            sinks: `[H]`, or None.
+            layer: index of the layer, which is required here.
+
+        Raises:
+            NotImplementedError: the layer has no index.
+            RuntimeError: the part's loop has ended or gone on, or the layer runs a second time.
+
+        Differentiable once; the gradients of the keys above go to the parts that have them. No
+        sync; traces under `fullgraph=True`.
+        """
+        if layer is None:
+            raise NotImplementedError(WITHOUT_INDEX)
+        # A reentrant checkpoint runs its forward without gradients; the backward runs it again.
+        expects_backward = not torch.is_grad_enabled() or k.requires_grad or v.requires_grad
+        given = self.number, layer, self.keys_above, self.window, expects_backward
+        k, v = _WithKeysAbove.apply(k, v, *given)  # type: ignore[no-untyped-call]
+        return attend(q, k, v, sinks)
+
+
+def last_keys(layout_k: PackedLayout, dropped: int) -> PackedLayout:
+    """The layout of a part's keys without the first `dropped`; positions still count from the root.
+
+    Lengths are no longer known on the host. No sync; traces under `fullgraph=True`.
+    """
+    tokens, segments = layout_k.total_tokens - dropped, layout_k.segments
+    if segments is not None:
+        starts, ends, offsets, depths = segments.table
+        cut = (dropped - starts).clamp(min=0)  # from the start of a segment
+        rows = [starts - dropped + cut, (ends - dropped).clamp(min=0), offsets + cut, depths]
+        segments = Segments(torch.stack(rows), (), (), segments.max_depth, segments.by_level)
+    return PackedLayout(
+        (layout_k.cu_seqlens - dropped).clamp(min=0),
+        cu_seqlens_host=None,
+        total_tokens=tokens,
+        max_seqlen_bound=min(layout_k.max_seqlen_bound, tokens),
+        num_docs=None,
+        max_seqlen=None,
+        segments=segments,
+    )
 
 
 class _WithKeysAbove(torch.autograd.Function):
@@ -63,14 +131,17 @@ class _WithKeysAbove(torch.autograd.Function):
         number: Tensor,
         layer: int,
         keys_above: int,
+        window: int | None,
         expects_backward: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(number)
         ctx.layer, ctx.keys_above = layer, keys_above
         if is_traced():
-            k, v = _forward_operator(k, v, number, layer, keys_above, expects_backward)
+            k, v = _forward_operator(k, v, number, layer, keys_above, window, expects_backward)
             return k, v
-        return _part(number).join(layer, k, v, expects_backward=expects_backward)
+        return _part(number).join(
+            layer, k, v, keys_above, window, expects_backward=expects_backward
+        )
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -78,8 +149,8 @@ class _WithKeysAbove(torch.autograd.Function):
         if is_traced():
             own = _backward_operator(dk, dv, number, ctx.layer, ctx.keys_above)
         else:
-            own = _part(number).split_gradients(ctx.layer, dk, dv)
-        return *own, None, None, None, None
+            own = _part(number).split_gradients(ctx.layer, dk, dv, ctx.keys_above)
+        return *own, None, None, None, None, None
 
 
 def _part(number: Tensor) -> RunningPart:
@@ -89,15 +160,27 @@ def _part(number: Tensor) -> RunningPart:
 
 @torch.library.custom_op("flexvarlen::keys_above", mutates_args=(), tags=NOT_CAPTURED)
 def _forward_operator(
-    k: Tensor, v: Tensor, number: Tensor, layer: int, keys_above: int, expects_backward: bool
+    k: Tensor,
+    v: Tensor,
+    number: Tensor,
+    layer: int,
+    keys_above: int,
+    window: int | None,
+    expects_backward: bool,
 ) -> tuple[Tensor, Tensor]:
-    joined = _part(number).join(layer, k, v, expects_backward=expects_backward)
+    joined = _part(number).join(layer, k, v, keys_above, window, expects_backward=expects_backward)
     return _copies(joined) if keys_above == 0 else joined
 
 
 @_forward_operator.register_fake
 def _(
-    k: Tensor, v: Tensor, number: Tensor, layer: int, keys_above: int, expects_backward: bool
+    k: Tensor,
+    v: Tensor,
+    number: Tensor,
+    layer: int,
+    keys_above: int,
+    window: int | None,
+    expects_backward: bool,
 ) -> tuple[Tensor, Tensor]:
     k, v = (x.new_empty(keys_above + x.shape[0], *x.shape[1:]) for x in (k, v))
     return k, v
@@ -107,7 +190,7 @@ def _(
 def _backward_operator(
     dk: Tensor, dv: Tensor, number: Tensor, layer: int, keys_above: int
 ) -> tuple[Tensor, Tensor]:
-    return _copies(_part(number).split_gradients(layer, dk, dv))
+    return _copies(_part(number).split_gradients(layer, dk, dv, keys_above))
 
 
 @_backward_operator.register_fake

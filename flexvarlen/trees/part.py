@@ -1,7 +1,8 @@
 """`TreePart`: the `shard` of a part's layout. It gives layers the keys and states above it.
 
 Shapes: T = tokens of the part, P = tokens above it, K = keys above it: P, or in a padded part
-more; H, Hkv = heads of queries and of keys, D = head_dim.
+more, but of a layer with a window only the last; H, Hkv = heads of queries and of keys, D =
+head_dim.
 """
 
 from __future__ import annotations
@@ -15,18 +16,13 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.row_split import Attend, RowKeys
-from flexvarlen.trees.keys_above import with_keys_above
+from flexvarlen.layout.row_split import RowKeys
+from flexvarlen.trees.keys_above import KeysOfPart, last_keys
 from flexvarlen.trees.plan import PartSizes, PlannedPart, TreePlan
 from flexvarlen.trees.states import LayerState, PartStates
 
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
-
-WITHOUT_INDEX = (
-    "an attention layer must have a layer_idx to run on a part of a tree, got one without; run the "
-    "whole tree: shared.batch()."
-)
 
 NOT_PADDED = (
     "a compiled graph must get parts of one size, got one that is not padded; pass the compiled "
@@ -53,7 +49,7 @@ class ContinuedSegment(NamedTuple):
 
 @dataclass(eq=False)
 class TreePart:
-    """A part of a tree: a `RowSplit` whose other parts run in other forwards, and its `RowKeys`.
+    """A part of a tree: a `RowSplit` whose other parts run in other forwards.
 
     Not frozen, as Dynamo would guard on each field. A graph reads `number`, `keys_above`,
     `is_padded` and `layout_k`; its operators read the others of the part of that number.
@@ -61,20 +57,18 @@ class TreePart:
     Attributes:
         states: of the loop over the parts.
         path: the segments above.
-        tokens_above: P.
         continued: the segments that other parts continue.
         stores_states: whether this forward stores their keys and states.
         needs_grad: whether its backward must run.
-        layout_k: of the keys above as one segment, and of the part's own; None if P is 0. In a
+        layout_k: of all keys above as one segment, and of the part's own; None if P is 0. In a
             padded part a tree of padding comes first.
-        keys_above: K.
+        keys_above: K of layers without a window.
         is_padded: whether all parts have the same sizes, as one compiled graph needs.
         number: of the part, int64 `[]` on the host; that of no other.
     """
 
     states: PartStates
     path: tuple[int, ...]
-    tokens_above: int
     continued: tuple[ContinuedSegment, ...]
     stores_states: bool
     needs_grad: bool
@@ -104,14 +98,19 @@ class TreePart:
     def keys(
         self, window: int | None, chunk: int | None, group: ProcessGroup | None
     ) -> RowKeys[PackedLayout]:
-        """The keys of layers with this mask: all above, and the part's own.
+        """The keys of layers with this mask: those above, of a window the last, and the part's own.
 
         Raises:
             ValueError: a compiled graph got a part that is not padded.
         """
         if torch.compiler.is_compiling() and not self.is_padded:
             raise ValueError(NOT_PADDED)
-        return self
+        if window is None or chunk is not None:
+            return KeysOfPart(self.number, self.layout_k, self.keys_above)
+        layout_k, keys_above = self.layout_k, min(self.keys_above, window)
+        if layout_k is not None and keys_above < self.keys_above:
+            layout_k = last_keys(layout_k, self.keys_above - keys_above)
+        return KeysOfPart(self.number, layout_k, keys_above, window)
 
     def why_not(self, *, causal: bool, window: int | None) -> str | None:
         """None: trees are refused elsewhere if the model is not causal."""
@@ -123,76 +122,75 @@ class TreePart:
 
     # ---- attention ----
 
-    def layouts(self, layout: PackedLayout) -> tuple[PackedLayout, PackedLayout | None]:
-        """The layouts of the part's queries and of the keys, of which theirs come last."""
-        return layout, self.layout_k
-
-    def attend(
+    def join(
         self,
-        attend: Attend,
-        q: Tensor,
+        layer: int,
         k: Tensor,
         v: Tensor,
-        sinks: Tensor | None,
-        layer: int | None = None,
-    ) -> Any:
-        """Call `attend` with the keys above and the part's own.
-
-        Args:
-            attend: takes q `[T, H, D]`, and k and v `[K + T, Hkv, D]`.
-            q, k, v: of the part's tokens.
-            sinks: `[H]`, or None.
-            layer: index of the layer, which is required here.
-
-        Raises:
-            NotImplementedError: the layer has no index.
-        """
-        if layer is None:
-            raise NotImplementedError(WITHOUT_INDEX)
-        k, v = with_keys_above(k, v, self.number, layer, self.keys_above)
-        return attend(q, k, v, sinks)
-
-    def join(
-        self, layer: int, k: Tensor, v: Tensor, *, expects_backward: bool
+        keys_above: int,
+        window: int | None,
+        *,
+        expects_backward: bool,
     ) -> tuple[Tensor, Tensor]:
         """Keys and values `[K + T, Hkv, D]`, those above first; store those that others need.
 
         Args:
             layer: index of the layer.
             k, v: of the part's tokens.
+            keys_above: K.
+            window: tokens of a segment to store at most; None: all.
             expects_backward: whether they require gradients, or a reentrant checkpoint hides that
                 they do.
         """
         key = layer, "keys"
         self.states.enter(key, expects_backward=self.needs_grad and expects_backward)
         if self.stores_states:
+            last = slice(None if window is None else -window, None)
             for each in self.continued:
-                self.states.store(key, each.segment, k[each.tokens], v[each.tokens])
-        if not self.keys_above:
+                own = (x[each.tokens][last] for x in (k, v))
+                self.states.store(key, each.segment, *own)
+        if not keys_above:
             return k.view_as(k), v.view_as(v)
-        above = [self.states.stored(key, segment, k.dtype) for segment in self.path]
-        padding = self.keys_above - self.tokens_above
-        before = [k.new_zeros(padding, *k.shape[1:])] * (padding > 0)
-        keys = torch.cat([*before, *(x for x, _ in above), k])
-        return keys, torch.cat([*before, *(x for _, x in above), v])
+        above = self._last_above(key, keys_above, k.dtype)
+        padding = keys_above - sum(tokens for _, tokens in above)
+        joined = []
+        for i, x in enumerate((k, v)):
+            stored = (self.states.stored(key, segment)[i][-tokens:] for segment, tokens in above)
+            joined.append(torch.cat([x.new_zeros(padding, *x.shape[1:]), *stored, x]))
+        return joined[0], joined[1]
 
-    def split_gradients(self, layer: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    def _last_above(
+        self, key: LayerState, keys_above: int, dtype: torch.dtype | None = None
+    ) -> list[tuple[int, int]]:
+        """The segments of the last keys above, and the number of these keys in each."""
+        found: list[tuple[int, int]] = []
+        for segment in reversed(self.path):
+            tokens = min(keys_above, len(self.states.stored(key, segment, dtype)[0]))
+            keys_above -= tokens
+            if tokens:
+                found.append((segment, tokens))
+        return found[::-1]
+
+    def split_gradients(
+        self, layer: int, dk: Tensor, dv: Tensor, keys_above: int
+    ) -> tuple[Tensor, Tensor]:
         """Store the gradients of the keys above, and return those of the part's own keys.
 
         These include what the parts below have stored. `[K + T, Hkv, D]` -> `[T, Hkv, D]`.
         """
         key = layer, "keys"
         self.states.ran_backward(key)
-        done = self.keys_above - self.tokens_above
-        for segment in self.path:
-            end = done + len(self.states.stored(key, segment)[0])
+        above = self._last_above(key, keys_above)
+        done = keys_above - sum(tokens for _, tokens in above)
+        for segment, tokens in above:
+            end = done + tokens
             self.states.add_gradients(key, segment, dk[done:end], dv[done:end])
             done = end
-        own = [x[done:].clone() if self.continued else x[done:] for x in (dk, dv)]
+        own = [x[keys_above:].clone() if self.continued else x[keys_above:] for x in (dk, dv)]
         for each in self.continued:
             if below := self.states.pop_gradients(key, each.segment):
                 for x, gradient in zip(own, below, strict=True):
-                    x[each.tokens] += gradient
+                    x[each.tokens.stop - len(gradient) : each.tokens.stop] += gradient
         return own[0], own[1]
 
     # ---- recurrent layers ----
@@ -302,7 +300,6 @@ def layout_of(
     shard = TreePart(
         states=states,
         path=part.path,
-        tokens_above=tokens_above,
         continued=continued,
         stores_states=stores_states,
         needs_grad=needs_grad,

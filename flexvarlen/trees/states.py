@@ -86,14 +86,14 @@ class PartStates:
         self._running.pop(self._number, None)
 
     def add_gradients(self, key: LayerState, segment: int, *gradients: Tensor) -> None:
-        """Add gradients of what was stored of a segment."""
-        wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in gradients]
-        found = self._gradients.get((key, segment))
-        if found is None:  # copies: an engine may reuse the memory of a gradient
-            self._gradients[key, segment] = tuple(x.clone() for x in wide)
-        else:
-            for total, gradient in zip(found, wide, strict=True):
-                total.add_(gradient)
+        """Add gradients of what was stored of a segment, or of its last tokens."""
+        if (key, segment) not in self._gradients:
+            self._gradients[key, segment] = tuple(
+                torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+                for x in self.stored(key, segment)
+            )
+        for total, gradient in zip(self._gradients[key, segment], gradients, strict=True):
+            total[len(total) - len(gradient) :].add_(gradient)
 
     def pop_gradients(self, key: LayerState, segment: int) -> Tensors:
         """Remove and return the sum of these gradients; empty if there are none."""
