@@ -51,8 +51,8 @@ def alone(family):
         return texts_alone(plain, [(torch.tensor(text), 0) for text in samples()])
 
 
-def new(family, backend=None, dtype=torch.float64):
-    model = new_model(family)
+def new(family, backend=None, dtype=torch.float64, **changes):
+    model = new_model(family, **changes)
     model = float64_model(model).train() if dtype == torch.float64 else model.train()
     return model if backend is None else fv.patch_model(model, backend)
 
@@ -85,6 +85,23 @@ def test_each_sample_alone(family, max_tokens):
     tolerance = 1e-6 if family == "llama4_text" else 1e-12  # it scales queries in float32
     torch.testing.assert_close(loss, alone(family).loss.detach(), atol=0, rtol=tolerance)
     assert_equal(gradients, alone(family).gradients, tolerance)
+
+
+@pytest.mark.parametrize("max_tokens", [25, 4])
+@pytest.mark.parametrize("window", [1, 2, 6, 30])
+def test_windows_shorter_and_longer_than_segments(window, max_tokens):
+    """Of prompts cut into chains, and of a chain of short turns."""
+    changes = {"sliding_window": window}
+    turns = [[*samples()[0][:end], 1, 2] for end in (3, 5, 6, 11, 14, 20, 33)]
+    for texts in (samples(), turns):
+        with Float64():
+            expected = texts_alone(
+                new("qwen3_windows", **changes), [(torch.tensor(text), 0) for text in texts]
+            )
+            model = new("qwen3_windows", "reference", **changes)
+            loss, gradients, _ = in_parts(model, fv.share_prefixes(texts), max_tokens)
+        torch.testing.assert_close(loss, expected.loss.detach(), atol=0, rtol=1e-12)
+        assert_equal(gradients, expected.gradients, 1e-12)
 
 
 @pytest.mark.parametrize("family", ["qwen3_windows", "llama4_text"])
@@ -212,6 +229,26 @@ def test_keys_of_one_path_are_kept():
     assert most <= 3
     assert not step._stored
     assert not step._gradients
+
+
+def test_a_window_bounds_what_is_kept_and_read():
+    """Of each segment and of each path at most a window of keys, and of their gradients."""
+    window, read = 4, []
+    model = new("qwen3_windows", "sdpa", sliding_window=window)
+    full, sliding = 0, 1  # layers
+    assert model.config.layer_types == ["full_attention", "sliding_attention"]
+    kept = {full: 0, sliding: 0}
+    for part in fv.share_prefixes(samples()).parts(model, 25):
+        shard = part["packed_layout"].shard
+        model(**part).loss.backward()
+        for tensors in (shard.states._stored, shard.states._gradients):
+            for ((layer, _), _), (k, v) in tensors.items():
+                assert len(k) == len(v)
+                assert k.untyped_storage().nbytes() == k.nbytes
+                kept[layer] = max(kept[layer], len(k))
+        read.append(shard.keys(window, None, None).keys_above)
+    assert kept == {full: 25, sliding: window}
+    assert set(read) == {0, window}
 
 
 def test_a_missing_backward_raises():
@@ -345,7 +382,7 @@ def trees():
 
 @pytest.mark.parametrize(
     ("family", "backend"),
-    [("llama", "sdpa"), pytest.param("qwen3_windows", "reference", marks=pytest.mark.slow)],
+    [("qwen3_windows", "sdpa"), pytest.param("qwen3_windows", "reference", marks=pytest.mark.slow)],
 )
 def test_one_graph_for_all_parts(family, backend):
     """One with gradients and one without, which raise as eager parts do."""
@@ -375,10 +412,11 @@ def test_one_graph_for_all_parts(family, backend):
 
 
 @pytest.mark.slow
-def test_flex_in_a_graph():
+@pytest.mark.parametrize("family", ["llama", "qwen3_windows"])
+def test_flex_in_a_graph(family):
     """By inductor, without gradients, which flex has on a GPU alone."""
     torch._dynamo.reset()
-    eager, model = new("llama", "sdpa", torch.float32), new("llama", "flex", torch.float32)
+    eager, model = new(family, "sdpa", torch.float32), new(family, "flex", torch.float32)
     compiled = torch.compile(model, fullgraph=True)
     with watch_compilation() as stats, torch.no_grad():
         for shared in trees():
