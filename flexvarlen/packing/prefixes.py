@@ -118,9 +118,9 @@ class SharedPrefixes:
         """Run the trees in parts of a bounded number of tokens, with the gradients of the whole.
 
         The segments that other parts continue run first, without gradients, and their keys and
-        values (of recurrent layers, states) are stored; then those parts run; then their own part,
-        whose backward adds the gradients of what was stored. Activations are those of one part;
-        what is stored is that of one path and its open branches.
+        values (of layers with a window the last, of recurrent layers states) are stored; then those
+        parts run; then their own part, whose backward adds the gradients of what was stored.
+        Activations are those of one part; what is stored is that of one path and its open branches.
 
         Args:
             model: patched; in training without dropout. Each part runs once, in this model. Under

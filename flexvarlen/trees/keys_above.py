@@ -53,9 +53,9 @@ class KeysOfPart(NamedTuple):
 
     Attributes:
         number: of the part, int64 `[]` on the host.
-        layout_k: of the keys above and the part's own; None if K is 0.
+        layout_k: of the keys above and the part's own; None if there are none above.
         keys_above: K.
-        window: of the layers: the most tokens of a segment that other parts see; None: all.
+        window: the most tokens of a segment that other parts may see; None: all.
     """
 
     number: Tensor

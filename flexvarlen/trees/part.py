@@ -107,6 +107,7 @@ class TreePart:
             raise ValueError(NOT_PADDED)
         if window is None or chunk is not None:
             return KeysOfPart(self.number, self.layout_k, self.keys_above)
+        # One more than the first query sees: kernels like multiples of powers of two.
         layout_k, keys_above = self.layout_k, min(self.keys_above, window)
         if layout_k is not None and keys_above < self.keys_above:
             layout_k = last_keys(layout_k, self.keys_above - keys_above)

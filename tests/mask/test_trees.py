@@ -11,6 +11,7 @@ from flexvarlen import DocumentMask, PackedLayout
 from flexvarlen.mask.block_mask import block_mask_of
 from flexvarlen.mask.picture import FULL, block_states
 from flexvarlen.measure import watch_compilation
+from flexvarlen.trees.keys_above import last_keys
 from tests.mask.test_block_mask import brute_force, evaluated, listed
 from tests.trees import EXAMPLES, Tree, chunks, trees, windows
 
@@ -54,6 +55,22 @@ def test_blocks_cover_the_mask(tree, window, chunk, block_size, compact, keys_be
     for full in ("", "full_"):
         kv, q = (listed(block_mask, f"{full}{x}") for x in ("kv", "q"))
         assert torch.equal(kv, q.T), "the transpose lists other blocks"
+
+
+@given(trees(), windows, chunks, st.integers(0, 90), st.integers(0, 90))
+def test_without_the_first_keys(tree, window, chunk, keys_before, dropped):
+    """Segments may lose some of their tokens, or all, and windows and chunks count as before."""
+    mask = tree.last_queries(keys_before, window=window, chunk=chunk)
+    dropped = min(dropped, tree.total_tokens - mask.layout.total_tokens)
+    expected = mask.to_dense()[:, dropped:]
+    row = last_keys(mask.layout_k, dropped)
+    assert torch.equal(row.position_ids(), mask.layout_k.position_ids()[dropped:])
+    mask = DocumentMask(mask.layout, mask.spec, layout_k=row)
+    assert torch.equal(mask.to_dense(), expected)
+    touched, whole = brute_force(expected, (16, 16))
+    states = block_states(mask, (16, 16))
+    assert (states[touched] > 0).all(), "a block is missing"
+    assert whole[states == FULL].all(), "a full block hides something"
 
 
 @pytest.mark.parametrize("tree", EXAMPLES.values(), ids=EXAMPLES)
