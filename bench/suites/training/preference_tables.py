@@ -39,7 +39,7 @@ def section(records: Sequence[Record]) -> str:
 
 # --- the page ------------------------------------------------------------------------------------
 
-PACKED, SHARED, COLLATED = "auto", "auto+shared", "auto+packed"
+PACKED, SHARED, COLLATED, TREE = "auto", "auto+shared", "auto+packed", "auto+tree"
 SHORT = {"dpo": "DPO", "grpo": "GRPO"}
 Group = dict[str, Record]
 """A case's records, by variant."""
@@ -95,6 +95,7 @@ def _page_table(groups: Sequence[Group]) -> Table:
         Column("prompts shared: speedup (possible)", speedup(SHARED)),
         Column("prompts shared ÷ packed", lambda group: _times(_gain(group, SHARED, PACKED))),
         Column("peak GiB: padded, packed, shared", each("peak_mib", ".1f", 1 / 1024)),
+        Column("a step as one tree: speedup (possible)", speedup(TREE)),
     ]
     records = [group[PACKED] for group in groups]
     if any(record.case.get("images") for record in records):
@@ -141,6 +142,7 @@ def _batch(group: Group) -> str:
     name = f"{SHORT.get(task, task)}, {case['samples']} {SAMPLES[task]}"
     name += f", {case['group']} a prompt" if task == "grpo" else ""
     name += f", images: {case['images']}" if task == "grpo" and case.get("images") else ""
+    name += f", {case['micro_batches']} micro-batches" if case.get("micro_batches", 1) > 1 else ""
     return name + (f", prompts of {case['prompt']:,}" if case["prompt"] else "")
 
 
