@@ -77,7 +77,7 @@ def measure_attention(
         for variant in sorted(calls, key=lambda name: name == "auto"):
             run.check(variant, calls[variant])
         del expected, run.expected
-        run.time([(one, pass_) for one in run.checked for pass_ in one.measures])
+        run.time()
         return [run.found[variant, pass_] for variant in calls for pass_ in PASSES]
 
 
@@ -164,7 +164,7 @@ class _CaseMeasurement:
         """Check it; if it does not fit in memory, with the others dropped, then its forward."""
         for attempt, needs_grad in enumerate((True, True, False)):
             try:
-                with self.stops_if_lost(variant):
+                with self.stops_if_lost([variant]):
                     self._check(variant, prepare, needs_grad)
                 return
             except torch.OutOfMemoryError as error:
@@ -211,52 +211,41 @@ class _CaseMeasurement:
         del out, gradients, results
         if right:
             one = _Checked(variant, lambda: prepare(self.inputs, needs_grad), measures)
-            self.try_out(one)
+            device = self.options.device
+            one.seconds = {x: wall_seconds(one.call(x), device) for x in measures}
             self.checked.append(one)
 
-    def try_out(self, one: _Checked) -> None:
-        """The seconds of a second call of each pass."""
-        for pass_ in one.measures:
-            one.seconds[pass_] = wall_seconds(one.call(pass_), self.options.device)
+    def time(self) -> None:
+        """Time the passes of all variants in turns; one that raises is timed no further."""
+        passes = {f"{x.variant} {pass_}": (x, pass_) for x in self.checked for pass_ in x.measures}
+        running: list[str] = []
 
-    def time(self, group: Sequence[tuple[_Checked, str]]) -> None:
-        """Time passes of variants in turns; each alone if they do not fit or one fails."""
-        names = {f"{x.variant} {pass_}": (x, pass_) for x, pass_ in group}
-        times = self.times(names) if names else {}
-        if isinstance(times, tuple):
-            self.release()
-            for one, pass_ in group:
-                if len(group) == 1:
-                    self.record_failure(one.variant, *times, passes=[pass_])
-                else:
-                    self.time([(one, pass_)])
-                    self.release()
-            return
-        alone = {"timed_alone": True} if len(group) == 1 < len(self.checked) else {}
-        for name, (x, pass_) in names.items():
-            measures = x.measures[pass_] | times[name] | alone
+        def call(one: _Checked, pass_: str) -> None:
+            if (one.variant, pass_) in self.found:
+                return
+            try:
+                one.call(pass_)()
+            except Exception as error:  # kernel packages assert and raise types of their own
+                if is_lost(error, self.options.device):
+                    raise
+                self.record_failure(one.variant, *status_of(error), passes=[pass_])
+
+        calls = {name: partial(call, *each) for name, each in passes.items()}
+        seconds = {name: x.seconds[pass_] for name, (x, pass_) in passes.items()}
+        with self.stops_if_lost(running):
+            times = _timed(
+                calls,
+                seconds,
+                self.options,
+                self.repeats,
+                lambda name: running.append(passes[name][0].variant),
+            )
+        for name, (x, pass_) in passes.items():
+            measures = x.measures[pass_] | times[name]
             if not measures.get("host_bound"):
                 measures["tflops"] = self.flops(pass_) / (measures["device_ms_p50"] * 1e9)
-            self.found[x.variant, pass_] = Finding(x.variant, "ok", None, measures, pass_)
-
-    def times(
-        self, names: Mapping[str, tuple[_Checked, str]]
-    ) -> dict[str, dict[str, Any]] | tuple[Status, str]:
-        """What `_timed` gives of these, or what became of one that raised."""
-        running = [next(iter(names.values()))[0].variant]
-
-        def progress(name: str) -> None:
-            running.append(names[name][0].variant)
-
-        try:
-            calls = {name: x.call(pass_) for name, (x, pass_) in names.items()}
-            seconds = {name: x.seconds[pass_] for name, (x, pass_) in names.items()}
-            with self.stops_if_lost(running):
-                return _timed(calls, seconds, self.options, self.repeats, progress)
-        except DeviceLost:
-            raise
-        except Exception as error:
-            return status_of(error)
+            finding = Finding(x.variant, "ok", None, measures, pass_)
+            self.found.setdefault((x.variant, pass_), finding)
 
     def flops(self, pass_: str) -> float:
         """Floating-point operations of unmasked work."""
@@ -273,17 +262,20 @@ class _CaseMeasurement:
             torch.cuda.empty_cache()
 
     @contextmanager
-    def stops_if_lost(self, running: str | Sequence[str]) -> Iterator[None]:
-        """Raise `DeviceLost` for an error after which the device is of no use."""
+    def stops_if_lost(self, running: Sequence[str]) -> Iterator[None]:
+        """Raise `DeviceLost` for an error after which the device is of no use.
+
+        Args:
+            running: variants; the last one's is the error.
+        """
         try:
             yield
             synchronize(self.options.device)
         except Exception as error:
             if not is_lost(error, self.options.device):
                 raise
-            culprit = running if isinstance(running, str) else running[-1]
-            reason = f"{culprit} lost the device: {one_line(error)}"
-            self.record_failure(culprit, "failed", reason, {"fatal": True})
+            reason = f"{running[-1]} lost the device: {one_line(error)}"
+            self.record_failure(running[-1], "failed", reason, {"fatal": True})
             raise DeviceLost(
                 f"{reason}; run again to continue", list(self.found.values())
             ) from error
@@ -312,7 +304,7 @@ def _timed(
     progress: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
     """Device and host milliseconds of each call, in turns, for about `options.seconds` in all."""
-    share = options.seconds * max(1.0, repeats / MOST_REPEATS) / len(calls)
+    share = options.seconds * max(1.0, repeats / MOST_REPEATS) / max(1, len(calls))
     busy_s = BUSY_MS / 1e3 if options.on_gpu else 0.0
     wanted = {
         name: max(FEWEST_REPEATS, min(repeats, int(share / (2 * seconds[name] + busy_s + 1e-6))))

@@ -82,15 +82,14 @@ def ones(ids: Tensor) -> Tensor:
     return torch.ones(1, len(ids), dtype=torch.long, device=ids.device)
 
 
-def padded_tail(ids: Tensor, pads: int = 3) -> Batch:
-    """Boundaries, positions and a mask over the row and some pad tokens after it."""
-    mask = torch.cat([ones(ids), ones(ids)[:, :pads] * 0], dim=1)
-    counted = torch.arange(pads, device=ids.device)[None]
+def padded_tail(ids: Tensor) -> Batch:
+    """Boundaries, positions and a mask over the row and three pad tokens after it."""
+    pads = ids.new_zeros(1, 3)
     return one_row(
         ids,
-        input_ids=torch.cat([ids, ids.new_zeros(pads)])[None],
-        position_ids=torch.cat([positions(ids), counted], dim=1),
-        attention_mask=mask,
+        input_ids=torch.cat([ids[None], pads], dim=1),
+        position_ids=torch.cat([positions(ids), ids.new_tensor([[0, 1, 2]])], dim=1),
+        attention_mask=torch.cat([ones(ids), pads], dim=1),
         **cu_seq_lens(ids),
     )
 
@@ -120,11 +119,6 @@ def padded_rows(ids: Tensor, left: bool) -> Batch:
         tokens[row, span], mask[row, span] = document, 1
         slices.append((row, span))
     return Batch({"input_ids": tokens, "attention_mask": mask, "use_cache": False}, slices)
-
-
-def late_start(ids: Tensor) -> Batch:
-    """The second document counts from 2."""
-    return one_row(ids, position_ids=positions(ids, (0, 2, 0, 0, 0)))
 
 
 FORMS = (
@@ -180,7 +174,11 @@ FORMS = (
         lambda ids: one_row(ids, position_ids=positions(ids, (100, 0, 0, 0, 0))),
         starts=(100, 0, 0, 0, 0),
     ),
-    Form("a later document starts at position 2", late_start, starts=(0, 2, 0, 0, 0)),
+    Form(
+        "a later document starts at position 2",
+        lambda ids: one_row(ids, position_ids=positions(ids, (0, 2, 0, 0, 0))),
+        starts=(0, 2, 0, 0, 0),
+    ),
     Form("right padding", lambda ids: padded_rows(ids, left=False)),
     Form("left padding", lambda ids: padded_rows(ids, left=True), starts=(6, 0, 10, 3, 4)),
 )

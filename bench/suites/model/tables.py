@@ -93,23 +93,14 @@ def number(
     scale: float = 1.0,
     *,
     outcome: bool = False,
-    notes: Notes | None = None,
 ) -> Column:
-    """A column of a measure in that format.
-
-    Args:
-        outcome: as in `made`.
-        notes: say it there.
-    """
+    """A column of a measure in that format; `outcome` as in `made`."""
 
     def text(record: Record) -> str | None:
         found = record.measures.get(name)
         return None if found is None else f"{found * scale:{form}}"
 
-    column = made(title, text, outcome=outcome)
-    if notes is None:
-        return column
-    return Column(title, lambda record: cell(record, column.cell(record), notes))
+    return made(title, text, outcome=outcome)
 
 
 def to_best(record: Record, name: str, others: Iterable[Record]) -> float:

@@ -35,35 +35,40 @@ MOST_DIFFERENCE = 0.1
 """Of the gradients of two variants in bf16, over their norm; two kernels differ by 0.04."""
 
 
-LABELS = {
-    "reference": "whole tree, recomputed",
-    "flex": "parts of 16,384",
-    "fa2": "parts of 16,384, recomputed",
+LINES = {
+    "checkpointed": ("reference", "whole tree, recomputed"),
+    "parts:16384": ("flex", "parts of 16,384"),
+    "checkpointed:parts:16384": ("fa2", "parts of 16,384, recomputed"),
 }
-"""Of the lines of the figure, by the style that they are drawn in."""
-LINES = {"checkpointed": "reference", "parts:16384": "flex", "checkpointed:parts:16384": "fa2"}
+"""The style and label of each line of the figure, by variant."""
 
 
-def memory_figure(records: Sequence[Record], folder: Path) -> Path | None:
-    """The peak memory of a step by the size of the tree; None of fewer than three sizes."""
+def memory_figure(records: Sequence[Record], folder: Path) -> Sequence[Path]:
+    """The peak memory of a step by the size of the tree; none of fewer than three sizes."""
     own = [r for r in records if r.status == "ok" and r.case["variant"] in LINES]
     series: dict[str, dict[float, float]] = {}
     for record in own:
         tokens, gib = record.measures["tree_tokens"], record.measures["peak_mib"] / 1024
-        series.setdefault(LINES[record.case["variant"]], {})[tokens] = gib
-    sizes = {tokens for points in series.values() for tokens in points}
-    if len(sizes) < 3:
-        return None
-    (parts,) = [points for name, points in series.items() if name == "flex"]
+        series.setdefault(LINES[record.case["variant"]][0], {})[tokens] = gib
+    if len(set().union(*series.values())) < 3:
+        return []
+    parts = series["flex"]
     figure, (axes,) = chart(
         f"In parts, a tree of {max(parts) / 1e6:.1f} million tokens trains in "
         f"{parts[max(parts)]:.0f} GiB",
         f"Peak of a training step, weights included; {tables.model_title(own[0])}, "
         f"{own[0].case['dtype']}, loss by chunks. {provenance(own)}",
     )
-    lines(axes, series, x_label="tokens of the tree", y_label="GiB", log_x=False, labels=LABELS)
+    lines(
+        axes,
+        series,
+        x_label="tokens of the tree",
+        y_label="GiB",
+        log_x=False,
+        labels=dict(LINES.values()),
+    )
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    return save(figure, folder / "tree-parts.png")
+    return [save(figure, folder / "tree-parts.png")]
 
 
 def require_known_parts(names: Sequence[str]) -> None:

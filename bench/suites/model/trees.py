@@ -149,22 +149,20 @@ class Trees(Suite[TreeCase]):
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
         """A table for each machine and model, and one of its steps in parts."""
-        tables_of = {False: _page_table, True: _parts_table}
+        parts = [r for r in records if r.case["kind"] == "parts"]
+        steps = [r for r in records if r.case["kind"] != "parts"]
         found = [
-            tables_of[in_parts]([r for r in own if (r.case["kind"] == "parts") == in_parts])
-            for in_parts in tables_of
-            for machine in by_machine(records)
+            make(own)
+            for make, of_kind in ((_page_table, steps), (_parts_table, parts))
+            for machine in by_machine(of_kind)
             for own in grouped(machine, "geometry").values()
-            if any((r.case["kind"] == "parts") == in_parts for r in own)
         ]
         return [table for table in found if table.lines]
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         """The memory of the model whose trees are of the most sizes."""
         found = grouped([r for r in records if r.case["kind"] == "parts"], "geometry").values()
-        largest = max(found, key=len, default=[])
-        path = memory_figure(largest, folder)
-        return [] if path is None else [path]
+        return memory_figure(max(found, key=len, default=[]), folder)
 
 
 def _kernel(options: Options) -> str:

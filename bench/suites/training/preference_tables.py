@@ -167,9 +167,13 @@ def _run_share(record: Record) -> float:
 def table(records: Sequence[Record]) -> Table:
     """The variants of one case."""
     notes = Notes()
+
+    def rate(record: Record) -> str:
+        return tables.cell(record, shown(tables.value(record, RATE), ".2f"), notes)
+
     columns = [
         Column("variant", _shown),
-        tables.number("samples/s", "samples_per_s", ".2f", notes=notes),
+        Column("samples/s", rate),
         Column("ms a step (p20–p80)", lambda r: tables.spread(r) or "–"),
         tables.number("peak GiB", "peak_mib", ".1f", 1 / 1024),
     ]
