@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -32,7 +31,7 @@ from flexvarlen.bench.suites.attention.packed import forget_compiled
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure.timing import BUSY_MS, synchronize, time_host_and_device, wall_seconds
 from flexvarlen.reference.attention import Results
-from flexvarlen.report.records import Record, Status, one_line
+from flexvarlen.report.records import Status, one_line
 from flexvarlen.runner.failures import Unsupported, is_lost, status_of
 from flexvarlen.runner.suite import DeviceLost, Finding, Findings, Options, Suite, choose
 from flexvarlen.verify.experiment.measure import LIMITS
@@ -82,21 +81,13 @@ def measure_attention(
 
 
 class AttentionSuite(Suite[A]):
-    """A suite of one attention, on cases that make its tensors.
-
-    Attributes:
-        repeats: as in `measure_attention`.
-    """
+    """A suite of one attention, on cases that make its tensors."""
 
     repeats: ClassVar[int] = MOST_REPEATS
 
     @abstractmethod
     def calls(self, case: A) -> Mapping[str, Prepare]:
         """What prepares each variant that there is."""
-
-    def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        """The figures of a GPU's records."""
-        return ()
 
     def measure(self, case: A, variants: Sequence[str], options: Options) -> Findings:
         calls = choose(variants, self.calls(case))
@@ -106,13 +97,8 @@ class AttentionSuite(Suite[A]):
             return findings_of_all(variants, "oom", one_line(error))
         return measure_attention(inputs, calls, options, repeats=self.repeats)
 
-    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        own = [r for r in records if r.environment.get("gpu")]
-        return self.draw(own, folder) if own else []
-
 
 def findings_of_all(variants: Iterable[str], status: Status, reason: str) -> list[Finding]:
-    """The same finding for every variant and pass."""
     return [Finding(x, status, reason, pass_=pass_) for x in variants for pass_ in PASSES]
 
 
@@ -241,11 +227,12 @@ class _CaseMeasurement:
                 lambda name: running.append(passes[name][0].variant),
             )
         for name, (x, pass_) in passes.items():
+            if (x.variant, pass_) in self.found:
+                continue
             measures = x.measures[pass_] | times[name]
             if not measures.get("host_bound"):
                 measures["tflops"] = self.flops(pass_) / (measures["device_ms_p50"] * 1e9)
-            finding = Finding(x.variant, "ok", None, measures, pass_)
-            self.found.setdefault((x.variant, pass_), finding)
+            self.found[x.variant, pass_] = Finding(x.variant, "ok", None, measures, pass_)
 
     def flops(self, pass_: str) -> float:
         """Floating-point operations of unmasked work."""
@@ -263,11 +250,7 @@ class _CaseMeasurement:
 
     @contextmanager
     def stops_if_lost(self, running: Sequence[str]) -> Iterator[None]:
-        """Raise `DeviceLost` for an error after which the device is of no use.
-
-        Args:
-            running: variants; the last one's is the error.
-        """
+        """Raise `DeviceLost` for an error of the last variant that leaves the device unusable."""
         try:
             yield
             synchronize(self.options.device)

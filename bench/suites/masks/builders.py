@@ -58,7 +58,6 @@ def layout_of(case: MaskCase, name: str, device: torch.device) -> fv.PackedLayou
 
 
 def ours(case: MaskCase, device: torch.device) -> Build:
-    """From a layout in hand."""
     layout = fv.PackedLayout.from_lengths(case.lengths(), device=device)
     return lambda: fv.document_block_mask(layout)
 

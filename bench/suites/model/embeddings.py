@@ -156,7 +156,6 @@ def new_tokenizer(vocab_size: int, longest: int) -> PreTrainedTokenizerFast:
 
 @contextmanager
 def model_folder(case: TextsCase, device: torch.device) -> Iterator[Path]:
-    """A folder of the case's model and tokenizer."""
     model = case.new_base_model(device)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         model.save_pretrained(folder)

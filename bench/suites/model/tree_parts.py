@@ -9,8 +9,7 @@ recomputes. The gradients of two weights are compared with those of the first va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +71,13 @@ def memory_figure(records: Sequence[Record], folder: Path) -> Sequence[Path]:
 
 
 def require_known_parts(names: Sequence[str]) -> None:
-    """Refuse unknown variants.
-
-    Raises:
-        UnknownVariant: a name that none has.
-    """
+    """As `require_known`, of the names of any parts too."""
     tokens = [name.rpartition(PARTS)[2] for name in names if name.rpartition(PARTS)[1]]
     parts = [f"{way}{PARTS}{x}" for way in ("", CHECKPOINTED) for x in tokens if x.isdecimal()]
     require_known(names, ["whole", "checkpointed", f"{REPEATED}auto", *parts])
 
 
 def measure_parts(case: TreeCase, variants: Sequence[str], options: Options) -> list[Finding]:
-    """Check and time the variants of a case."""
     require_known_parts(variants)
     return measure_variants(variants, PartsStep(case, variants[0], options).check, options)
 
@@ -126,33 +120,24 @@ class PartsStep:
 
     def call(self, name: str) -> Callable[[], list[int]]:
         """A step; it returns the tokens of each forward that has a backward."""
-        step: Callable[[], list[int]] = self.whole
-        if PARTS in name:
-            step = partial(self.in_parts, int(name.rpartition(PARTS)[2]))
-        elif name.startswith(REPEATED):
-            step = self.repeated
 
         def run() -> list[int]:
             self.model.zero_grad()
             self.model.gradient_checkpointing_disable()
             if name.startswith((REPEATED, CHECKPOINTED.rstrip(":"))):
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            return step()
+            return [self.backward(row) for row in self.rows(name)]
 
         return run
 
-    def in_parts(self, max_tokens: int) -> list[int]:
-        """In parts, one after another."""
-        base = self.model.get_decoder()
-        return [self.backward(part) for part in self.shared.parts(base, max_tokens)]
+    def rows(self, name: str) -> Iterable[Mapping[str, Any]]:
+        """What the forwards of a step take: parts, packed rows, or the row of the tree."""
+        if PARTS in name:
+            return self.shared.parts(self.model.get_decoder(), int(name.rpartition(PARTS)[2]))
+        return self.repeated() if name.startswith(REPEATED) else [self.shared.batch()]
 
-    def whole(self) -> list[int]:
-        """The row of the tree."""
-        return [self.backward(self.shared.batch())]
-
-    def repeated(self) -> list[int]:
+    def repeated(self) -> Iterator[Mapping[str, Any]]:
         """Packed rows of the samples, each with its whole path."""
-        tokens = []
         for row in self.case.rows([torch.tensor(x) for x in self.samples]):
             layout = fv.PackedLayout.from_lengths(list(map(len, row)), device=self.device)
             ids = torch.cat(list(row))[None].to(self.device)
@@ -160,8 +145,7 @@ class PartsStep:
             labels[0, layout.cu_seqlens[1:].long() - 1] = IGNORE_INDEX
             counts = torch.ones_like(ids)
             of_row = {"input_ids": ids, "packed_layout": layout}
-            tokens.append(self.backward(of_row | {"shift_labels": labels, "label_counts": counts}))
-        return tokens
+            yield of_row | {"shift_labels": labels, "label_counts": counts}
 
     def backward(self, row: Mapping[str, Any]) -> int:
         """Add the gradients of a row's loss, by chunks of tokens; return its number of tokens."""

@@ -82,8 +82,6 @@ SLOW_S = 6.0
 
 
 class Trees(Suite[TreeCase]):
-    """Shared prefixes, in attention and in training steps."""
-
     name: ClassVar[str] = "trees"
 
     def cases(self, options: Options) -> Sequence[TreeCase]:
@@ -199,8 +197,6 @@ def _case(
 
 
 def _parts_table(records: Sequence[Record]) -> Table:
-    """Steps in parts, beside whole trees and packed rows."""
-
     def tokens(record: Record) -> str:
         found = record.measures.get("tokens_of_forwards", [])
         sizes = " to ".join(f"{x:,}" for x in sorted({min(found), max(found)})) if found else ""
@@ -323,7 +319,6 @@ def _rate(record: Record | None) -> float | None:
 
 
 def _repeated(record: Record, records: Sequence[Record]) -> Record | None:
-    """The record of the same samples repeated."""
     wanted = (REPEATED + record.case["variant"], _shape(record))
     return next((r for r in records if (r.case["variant"], _shape(r)) == wanted), None)
 
