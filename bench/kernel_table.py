@@ -141,14 +141,7 @@ INSTALLED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Replayed:
-    """What `auto` would take for a case that it does not know.
-
-    Attributes:
-        case: the case.
-        needs_grad, compiled: of the call.
-        taken, fastest: kernels.
-        ratio: the time of the first over that of the second.
-    """
+    """What `auto` would take for a case that it does not know; `ratio`: of their times."""
 
     case: Case
     needs_grad: bool
@@ -199,7 +192,6 @@ def _replayed(
 
 
 def mean_ratio(found: Sequence[Replayed]) -> float:
-    """The geometric mean."""
     return geometric_mean(one.ratio for one in found)
 
 
@@ -218,7 +210,6 @@ def sentences(cases: Sequence[Case]) -> list[str]:
 
 
 def main() -> None:
-    """Write the table and print what is lost."""
     records = read_records(RESULTS / f"{name}-h200.jsonl" for name in SUITES)
     found = table_of(records)
     table.PATH.write_text(as_text(found), encoding="utf-8")

@@ -16,7 +16,6 @@ class Entry(NamedTuple):
 
     module: str
     summary: str
-    attribute: str = "SUITE"
 
 
 SUITES: dict[str, Entry] = {
@@ -66,6 +65,5 @@ def suite_of(name: str) -> Suite[Any]:
         raise ValueError(
             f"suite must be one of {', '.join(SUITES)}, or all, got {name!r}; choose one."
         )
-    entry = SUITES[name]
-    module = importlib.import_module(f"flexvarlen.bench.suites.{entry.module}")
-    return cast("Suite[Any]", getattr(module, entry.attribute))
+    module = importlib.import_module(f"flexvarlen.bench.suites.{SUITES[name].module}")
+    return cast("Suite[Any]", module.SUITE)

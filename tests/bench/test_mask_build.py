@@ -86,4 +86,5 @@ def test_a_block_that_differs_is_seen(name):
     field = f"{name}_num_blocks"
     counts = getattr(tables, field).clone()
     counts[..., 0] += 1
-    assert "count other blocks" in difference(tables._replace(**{field: counts}), tables)
+    wrong = f"tables list other blocks: {name}"
+    assert difference(tables._replace(**{field: counts}), tables) == wrong

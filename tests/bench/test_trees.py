@@ -182,9 +182,12 @@ def test_parts_give_the_gradients_of_packed_rows(tmp_path):
 
 
 def test_a_wrong_gradient_of_parts_is_not_timed(tmp_path, monkeypatch):
-    right = PartsStep.in_parts
-    twice = lambda self, tokens: right(self, tokens) + right(self, tokens)  # noqa: E731
-    monkeypatch.setattr(PartsStep, "in_parts", twice)
+    right = PartsStep.rows
+
+    def twice(self, name):
+        return (row for _ in range(1 + ("parts" in name)) for row in right(self, name))
+
+    monkeypatch.setattr(PartsStep, "rows", twice)
     records = records_of(SUITE, tmp_path, "whole", "parts:40", cases="qwen3-tiny-parts")
     assert [r.status for r in records] == ["ok", "wrong"]
 

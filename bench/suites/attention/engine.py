@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -32,7 +31,7 @@ from flexvarlen.bench.suites.attention.packed import forget_compiled
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.measure.timing import BUSY_MS, synchronize, time_host_and_device, wall_seconds
 from flexvarlen.reference.attention import Results
-from flexvarlen.report.records import Record, Status, one_line
+from flexvarlen.report.records import Status, one_line
 from flexvarlen.runner.failures import Unsupported, is_lost, status_of
 from flexvarlen.runner.suite import DeviceLost, Finding, Findings, Options, Suite, choose
 from flexvarlen.verify.experiment.measure import LIMITS
@@ -77,26 +76,18 @@ def measure_attention(
         for variant in sorted(calls, key=lambda name: name == "auto"):
             run.check(variant, calls[variant])
         del expected, run.expected
-        run.time([(one, pass_) for one in run.checked for pass_ in one.measures])
+        run.time()
         return [run.found[variant, pass_] for variant in calls for pass_ in PASSES]
 
 
 class AttentionSuite(Suite[A]):
-    """A suite of one attention, on cases that make its tensors.
-
-    Attributes:
-        repeats: as in `measure_attention`.
-    """
+    """A suite of one attention, on cases that make its tensors."""
 
     repeats: ClassVar[int] = MOST_REPEATS
 
     @abstractmethod
     def calls(self, case: A) -> Mapping[str, Prepare]:
         """What prepares each variant that there is."""
-
-    def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        """The figures of a GPU's records."""
-        return ()
 
     def measure(self, case: A, variants: Sequence[str], options: Options) -> Findings:
         calls = choose(variants, self.calls(case))
@@ -106,13 +97,8 @@ class AttentionSuite(Suite[A]):
             return findings_of_all(variants, "oom", one_line(error))
         return measure_attention(inputs, calls, options, repeats=self.repeats)
 
-    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        own = [r for r in records if r.environment.get("gpu")]
-        return self.draw(own, folder) if own else []
-
 
 def findings_of_all(variants: Iterable[str], status: Status, reason: str) -> list[Finding]:
-    """The same finding for every variant and pass."""
     return [Finding(x, status, reason, pass_=pass_) for x in variants for pass_ in PASSES]
 
 
@@ -164,7 +150,7 @@ class _CaseMeasurement:
         """Check it; if it does not fit in memory, with the others dropped, then its forward."""
         for attempt, needs_grad in enumerate((True, True, False)):
             try:
-                with self.stops_if_lost(variant):
+                with self.stops_if_lost([variant]):
                     self._check(variant, prepare, needs_grad)
                 return
             except torch.OutOfMemoryError as error:
@@ -211,52 +197,42 @@ class _CaseMeasurement:
         del out, gradients, results
         if right:
             one = _Checked(variant, lambda: prepare(self.inputs, needs_grad), measures)
-            self.try_out(one)
+            device = self.options.device
+            one.seconds = {x: wall_seconds(one.call(x), device) for x in measures}
             self.checked.append(one)
 
-    def try_out(self, one: _Checked) -> None:
-        """The seconds of a second call of each pass."""
-        for pass_ in one.measures:
-            one.seconds[pass_] = wall_seconds(one.call(pass_), self.options.device)
+    def time(self) -> None:
+        """Time the passes of all variants in turns; one that raises is timed no further."""
+        passes = {f"{x.variant} {pass_}": (x, pass_) for x in self.checked for pass_ in x.measures}
+        running: list[str] = []
 
-    def time(self, group: Sequence[tuple[_Checked, str]]) -> None:
-        """Time passes of variants in turns; each alone if they do not fit or one fails."""
-        names = {f"{x.variant} {pass_}": (x, pass_) for x, pass_ in group}
-        times = self.times(names) if names else {}
-        if isinstance(times, tuple):
-            self.release()
-            for one, pass_ in group:
-                if len(group) == 1:
-                    self.record_failure(one.variant, *times, passes=[pass_])
-                else:
-                    self.time([(one, pass_)])
-                    self.release()
-            return
-        alone = {"timed_alone": True} if len(group) == 1 < len(self.checked) else {}
-        for name, (x, pass_) in names.items():
-            measures = x.measures[pass_] | times[name] | alone
+        def call(one: _Checked, pass_: str) -> None:
+            if (one.variant, pass_) in self.found:
+                return
+            try:
+                one.call(pass_)()
+            except Exception as error:  # kernel packages assert and raise types of their own
+                if is_lost(error, self.options.device):
+                    raise
+                self.record_failure(one.variant, *status_of(error), passes=[pass_])
+
+        calls = {name: partial(call, *each) for name, each in passes.items()}
+        seconds = {name: x.seconds[pass_] for name, (x, pass_) in passes.items()}
+        with self.stops_if_lost(running):
+            times = _timed(
+                calls,
+                seconds,
+                self.options,
+                self.repeats,
+                lambda name: running.append(passes[name][0].variant),
+            )
+        for name, (x, pass_) in passes.items():
+            if (x.variant, pass_) in self.found:
+                continue
+            measures = x.measures[pass_] | times[name]
             if not measures.get("host_bound"):
                 measures["tflops"] = self.flops(pass_) / (measures["device_ms_p50"] * 1e9)
             self.found[x.variant, pass_] = Finding(x.variant, "ok", None, measures, pass_)
-
-    def times(
-        self, names: Mapping[str, tuple[_Checked, str]]
-    ) -> dict[str, dict[str, Any]] | tuple[Status, str]:
-        """What `_timed` gives of these, or what became of one that raised."""
-        running = [next(iter(names.values()))[0].variant]
-
-        def progress(name: str) -> None:
-            running.append(names[name][0].variant)
-
-        try:
-            calls = {name: x.call(pass_) for name, (x, pass_) in names.items()}
-            seconds = {name: x.seconds[pass_] for name, (x, pass_) in names.items()}
-            with self.stops_if_lost(running):
-                return _timed(calls, seconds, self.options, self.repeats, progress)
-        except DeviceLost:
-            raise
-        except Exception as error:
-            return status_of(error)
 
     def flops(self, pass_: str) -> float:
         """Floating-point operations of unmasked work."""
@@ -273,17 +249,16 @@ class _CaseMeasurement:
             torch.cuda.empty_cache()
 
     @contextmanager
-    def stops_if_lost(self, running: str | Sequence[str]) -> Iterator[None]:
-        """Raise `DeviceLost` for an error after which the device is of no use."""
+    def stops_if_lost(self, running: Sequence[str]) -> Iterator[None]:
+        """Raise `DeviceLost` for an error of the last variant that leaves the device unusable."""
         try:
             yield
             synchronize(self.options.device)
         except Exception as error:
             if not is_lost(error, self.options.device):
                 raise
-            culprit = running if isinstance(running, str) else running[-1]
-            reason = f"{culprit} lost the device: {one_line(error)}"
-            self.record_failure(culprit, "failed", reason, {"fatal": True})
+            reason = f"{running[-1]} lost the device: {one_line(error)}"
+            self.record_failure(running[-1], "failed", reason, {"fatal": True})
             raise DeviceLost(
                 f"{reason}; run again to continue", list(self.found.values())
             ) from error
@@ -312,7 +287,7 @@ def _timed(
     progress: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
     """Device and host milliseconds of each call, in turns, for about `options.seconds` in all."""
-    share = options.seconds * max(1.0, repeats / MOST_REPEATS) / len(calls)
+    share = options.seconds * max(1.0, repeats / MOST_REPEATS) / max(1, len(calls))
     busy_s = BUSY_MS / 1e3 if options.on_gpu else 0.0
     wanted = {
         name: max(FEWEST_REPEATS, min(repeats, int(share / (2 * seconds[name] + busy_s + 1e-6))))

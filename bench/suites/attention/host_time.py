@@ -49,8 +49,6 @@ class HostTimeCase(FrozenCase):
 
 
 class HostTime(Suite[HostTimeCase]):
-    """Each kernel's function beside the backend that wraps it."""
-
     name: ClassVar[str] = "host-time"
 
     def cases(self, options: Options) -> Sequence[HostTimeCase]:
@@ -105,7 +103,6 @@ def _host_time(inputs: Inputs, pass_: str, options: Options, kernel: str) -> Fin
 
 
 def _microseconds(call: Callable[[], Any], calls: int, device: torch.device) -> float:
-    """Host time of one call."""
     for _ in range(UNTIMED):
         call()
     synchronize(device)

@@ -157,11 +157,9 @@ class AttentionCase(FrozenCase):
 
     @property
     def name(self) -> str:
-        """The name of the case."""
         raise NotImplementedError
 
     def inputs(self, device: torch.device) -> Inputs:
-        """The tensors of the case."""
         raise NotImplementedError
 
 

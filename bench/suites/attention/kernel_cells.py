@@ -46,7 +46,6 @@ class Cell(AttentionCase):
 
     @classmethod
     def of(cls, case: Mapping[str, Any]) -> Cell:
-        """The cell of a record's case."""
         return cls(**{field.name: case[field.name] for field in fields(cls)})
 
     @property

@@ -41,8 +41,6 @@ DRAWN: dict[str, Any] = {"head_dim": 128, "num_heads": 32, "num_kv_heads": 8, "c
 
 
 class Kernels(AttentionSuite[Cell]):
-    """Every backend, and the kernel that it wraps, on each cell."""
-
     name: ClassVar[str] = "kernels"
 
     def cases(self, options: Options) -> Sequence[Cell]:
@@ -68,8 +66,9 @@ class Kernels(AttentionSuite[Cell]):
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
         return map(_ratios, by_machine(records))
 
-    def draw(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        return [draw(records, folder)]
+    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
+        own = [r for r in records if r.environment.get("gpu")]
+        return [draw(own, folder)] if own else []
 
 
 SUITE = Kernels()

@@ -104,7 +104,6 @@ def packaged(module: str, inputs: Inputs, needs_grad: bool, **options: Any) -> P
 
 
 def torch_varlen(inputs: Inputs, needs_grad: bool) -> Prepared:
-    """`varlen_attn` of torch."""
     from torch.nn.attention.varlen import varlen_attn
 
     if not inputs.q.is_cuda:
@@ -234,7 +233,6 @@ RAW: dict[str, Prepare] = {
 
 
 def sdpa_of_one(inputs: Inputs, needs_grad: bool) -> Prepared:
-    """`scaled_dot_product_attention` of one document."""
     if len(inputs.lengths) != 1:
         raise Unsupported("scaled_dot_product_attention takes one document at a time, not packed")
     leaves = inputs.leaves(needs_grad)

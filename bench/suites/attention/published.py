@@ -76,7 +76,6 @@ def observed(prepare: Prepare, default: Prepare | None, inputs: Inputs, grad: bo
 
 
 def calls_of(part: str, options: Options) -> dict[str, Prepare]:
-    """The variants of a part."""
     each: dict[str, Prepare] = {name: partial(forced, kernel) for name, kernel in FORCED.items()}
     batches = {f"fixed:{name}": partial(fixed, module) for name, module in PACKAGES.items()}
     if part == "overhead":

@@ -67,14 +67,7 @@ def times_tables(
     sort: Callable[[Measured], Any],
     kept: Callable[[str], bool] = lambda variant: True,
 ) -> Iterator[Table]:
-    """Each machine's table of device times; forwards first.
-
-    Args:
-        columns: of a `Measured`, what tells the cases apart.
-        title: what the times are of, from a case.
-        sort: a key that orders the lines of a pass.
-        kept: which variants have a column.
-    """
+    """Each machine's table of device times, forwards first, with a column of each variant kept."""
     for own in by_machine(records):
         lines = sorted(measured(own), key=lambda x: (x.pass_ != "forward", sort(x)))
         heading = f"{title(lines[0].case)}; {where(own)}"
@@ -124,7 +117,6 @@ def where(records: Sequence[Record]) -> str:
 
 
 def field(title: str, name: str, show: Callable[[Any], str] = str) -> Column:
-    """A column of a field of the case."""
     return Column(title, lambda line: show(line.case[name]))
 
 

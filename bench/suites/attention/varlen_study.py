@@ -54,8 +54,6 @@ class StudyCase(AttentionCase):
 
 
 class VarlenStudy(AttentionSuite[StudyCase]):
-    """The 13 packings."""
-
     name: ClassVar[str] = "varlen-study"
 
     def cases(self, options: Options) -> Sequence[StudyCase]:
@@ -71,7 +69,6 @@ class VarlenStudy(AttentionSuite[StudyCase]):
         return [*names, *several, SDPA_SERIAL]
 
     def calls(self, case: StudyCase) -> Mapping[str, Prepare]:
-        """Kernels and backends in one call, and in one call for each document."""
         together = packed.packed_calls()
         alone = {name + SERIAL: serial(call) for name, call in together.items() if name != "auto"}
         return together | alone | {SDPA_SERIAL: serial(packed.sdpa_of_one)}

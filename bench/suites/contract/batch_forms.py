@@ -48,7 +48,6 @@ class Form:
 
 
 def documents_of(ids: Tensor) -> list[Tensor]:
-    """The row's tokens, document by document."""
     return list(ids.split(list(LENGTHS)))
 
 
@@ -82,15 +81,14 @@ def ones(ids: Tensor) -> Tensor:
     return torch.ones(1, len(ids), dtype=torch.long, device=ids.device)
 
 
-def padded_tail(ids: Tensor, pads: int = 3) -> Batch:
-    """Boundaries, positions and a mask over the row and some pad tokens after it."""
-    mask = torch.cat([ones(ids), ones(ids)[:, :pads] * 0], dim=1)
-    counted = torch.arange(pads, device=ids.device)[None]
+def padded_tail(ids: Tensor) -> Batch:
+    """Boundaries, positions and a mask over the row and three pad tokens after it."""
+    pads = ids.new_zeros(1, 3)
     return one_row(
         ids,
-        input_ids=torch.cat([ids, ids.new_zeros(pads)])[None],
-        position_ids=torch.cat([positions(ids), counted], dim=1),
-        attention_mask=mask,
+        input_ids=torch.cat([ids[None], pads], dim=1),
+        position_ids=torch.cat([positions(ids), ids.new_tensor([[0, 1, 2]])], dim=1),
+        attention_mask=torch.cat([ones(ids), pads], dim=1),
         **cu_seq_lens(ids),
     )
 
@@ -122,22 +120,21 @@ def padded_rows(ids: Tensor, left: bool) -> Batch:
     return Batch({"input_ids": tokens, "attention_mask": mask, "use_cache": False}, slices)
 
 
-def late_start(ids: Tensor) -> Batch:
-    """The second document counts from 2."""
-    return one_row(ids, position_ids=positions(ids, (0, 2, 0, 0, 0)))
+def counted(
+    name: str, starts: Sequence[int] = RESTART, *, train: bool = False, **inputs: Any
+) -> Form:
+    """The form of one row with positions that count from these starts."""
+
+    def batch(ids: Tensor) -> Batch:
+        return one_row(ids, position_ids=positions(ids, starts), **inputs)
+
+    return Form(name, batch, starts, train)
 
 
 FORMS = (
-    Form("position_ids, use_cache=False", lambda ids: one_row(ids, position_ids=positions(ids))),
-    Form(
-        "position_ids, default use_cache",
-        lambda ids: one_row(ids, position_ids=positions(ids), use_cache=None),
-    ),
-    Form(
-        "position_ids, default use_cache, in train()",
-        lambda ids: one_row(ids, position_ids=positions(ids), use_cache=None),
-        train=True,
-    ),
+    counted("position_ids, use_cache=False"),
+    counted("position_ids, default use_cache", use_cache=None),
+    counted("position_ids, default use_cache, in train()", use_cache=None, train=True),
     Form(
         "position_ids and an attention_mask of ones",
         lambda ids: one_row(ids, position_ids=positions(ids), attention_mask=ones(ids)),
@@ -175,12 +172,8 @@ FORMS = (
         starts=ONWARD,
     ),
     Form("two packed rows", two_rows),
-    Form(
-        "first document continues at position 100",
-        lambda ids: one_row(ids, position_ids=positions(ids, (100, 0, 0, 0, 0))),
-        starts=(100, 0, 0, 0, 0),
-    ),
-    Form("a later document starts at position 2", late_start, starts=(0, 2, 0, 0, 0)),
+    counted("first document continues at position 100", (100, 0, 0, 0, 0)),
+    counted("a later document starts at position 2", (0, 2, 0, 0, 0)),
     Form("right padding", lambda ids: padded_rows(ids, left=False)),
     Form("left padding", lambda ids: padded_rows(ids, left=True), starts=(6, 0, 10, 3, 4)),
 )

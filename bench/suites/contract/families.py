@@ -15,8 +15,6 @@ from flexvarlen.runner.suite import Case, Options
 
 
 class Families(Forms):
-    """Every verified family, on our backends, with gradients."""
-
     name = "families"
     models = tuple(BY_TYPE)
     forms = tuple(form for form in FORMS if not form.cached)  # refused: see the suite leaks
@@ -91,13 +89,7 @@ def _cell_of(groups: Mapping[str, Sequence[Record]], variant: str) -> Callable[[
 
 
 class _Outcome(NamedTuple):
-    """What records say, of families and forms that are served.
-
-    Attributes:
-        served, right: records.
-        error, gradient: the largest, relative to the low-precision baseline's.
-        leaks: logits that change with another document's tokens.
-    """
+    """How many records are served and right, the largest errors ÷ the baseline's, and leaks."""
 
     served: int
     right: int

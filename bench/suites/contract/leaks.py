@@ -124,7 +124,6 @@ def _is_ours(record: Record) -> bool:
 
 
 def _theirs(record: Record) -> str:
-    """Which attention of transformers."""
     name = record.case["variant"].partition(":")[2]
     both = "`eager`, `sdpa`"
     return {"eager": both, "sdpa": both, "flash_attention_2": "FA2"}.get(name, f"`{name}`")

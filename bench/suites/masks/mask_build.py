@@ -55,8 +55,6 @@ PARTS: Mapping[str, Collection[str]] = {"build": BUILDERS, "kinds": KINDS, "tree
 
 
 class MaskBuild(Suite[MaskCase]):
-    """Builders of one mask, checked, then timed in turns."""
-
     name: ClassVar[str] = "mask-build"
 
     def cases(self, options: Options) -> Sequence[MaskCase]:
@@ -104,7 +102,6 @@ class MaskBuild(Suite[MaskCase]):
 
 
 def builder(case: MaskCase, name: str, layout: fv.PackedLayout) -> tuple[Build, dict[str, Any]]:
-    """A variant's builder, and the options of its mask."""
     device = layout.device
     if case.part == "build":
         if name.startswith("create") and "compiled" not in name:

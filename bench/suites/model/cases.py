@@ -62,11 +62,9 @@ class ModelCase(geometries.GeometryCase):
         return "-".join([self.geometry, self.mode, tokens, self.documents])
 
     def data(self) -> dict[str, Any]:
-        """The fields, and what a step is."""
         return super().data() | {"step": STEP}
 
     def lengths(self, files: Sequence[Path] | None) -> list[int]:
-        """Tokens of each document; their sum is `tokens`."""
         if self.documents == "text":
             return geometries.text_lengths(self.tokens, self.seed, files, self.longest_doc)
         assert self.mean_doc is not None
@@ -101,7 +99,6 @@ MEASURED = (WHOLE, "llama-3.2-1b", "llama-3.1-8b", "qwen3-4b", "qwen3-0.6b")
 
 
 def cases_of(options: Options) -> list[ModelCase]:
-    """All cases, geometry by geometry."""
     if options.is_small:
         return [
             _case("qwen3-tiny", 256, "text", options),
@@ -112,19 +109,12 @@ def cases_of(options: Options) -> list[ModelCase]:
 
 
 def _geometry(geometry: str, options: Options) -> Iterator[ModelCase]:
-    def train(
-        tokens: int, documents: geometries.Documents = "text", mode: Mode = "eager"
-    ) -> ModelCase:
-        return _case(geometry, tokens, documents, options, mode)
-
-    yield train(8192)
-    yield train(32_768)
-    yield train(131_072)
-    yield train(2048)
+    for tokens in (8192, 32_768, 131_072, 2048):
+        yield _case(geometry, tokens, "text", options)
     if geometry == WHOLE:
-        yield train(8192, mode="compiled")
-        yield train(32_768, "log-normal")
-        yield train(32_768, "uniform")
+        yield _case(geometry, 8192, "text", options, "compiled")
+        yield _case(geometry, 32_768, "log-normal", options)
+        yield _case(geometry, 32_768, "uniform", options)
 
 
 def _case(

@@ -56,8 +56,6 @@ CHILD = "from flexvarlen.bench.suites.model.compile_time import child; child()"
 
 @dataclass(frozen=True)
 class CompileCase(RowCase):
-    """One scope of one model, on one packed row."""
-
     scope: str = "whole"
 
     @property
@@ -104,12 +102,7 @@ class CompileTime(Suite[CompileCase]):
 def in_process(
     case: CompileCase, variant: str, part: str, device: torch.device, folder: Path
 ) -> dict[str, Any]:
-    """What a process of its own measured, or "status" and "reason".
-
-    Args:
-        case, variant, part, device: what it measures.
-        folder: holds all its caches.
-    """
+    """What a process with its caches in `folder` measured, or "status" and "reason"."""
     path = folder / f"{part}.json"
     task = {"case": case.data(), "variant": variant, "part": part, "device": str(device)}
     command = [sys.executable, "-c", CHILD, json.dumps(task | {"answer": str(path)})]
@@ -243,11 +236,14 @@ def _table(records: Sequence[Record]) -> Table:
 
         return text
 
+    def attention(line: Line) -> str:
+        return tables.attention_title(_any(line).case["variant"], tables.took(line.values()))
+
     def count(name: str) -> Callable[[Line], str]:
         return lambda line: str(NOTHING if (x := tables.value(line.get(COLD), name)) is None else x)
 
     columns = [
-        Column("attention", _attention),
+        Column("attention", attention),
         Column("compiled", lambda line: SCOPES[_any(line).case["scope"]]),
         Column("cold s", compiling(COLD)),
         Column("warm s", compiling(WARM)),
@@ -266,10 +262,6 @@ def _table(records: Sequence[Record]) -> Table:
 
 def _any(line: Line) -> Record:
     return next(iter(line.values()))
-
-
-def _attention(line: Line) -> str:
-    return tables.attention_title(_any(line).case["variant"], tables.took(line.values()))
 
 
 def _step_ms(line: Line) -> str:

@@ -15,7 +15,6 @@ The texts' words are random, and each is a token.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -157,46 +156,34 @@ def new_tokenizer(vocab_size: int, longest: int) -> PreTrainedTokenizerFast:
 
 @contextmanager
 def model_folder(case: TextsCase, device: torch.device) -> Iterator[Path]:
-    """A folder as sentence-transformers saves it: mean pooling and vectors of length 1."""
     model = case.new_base_model(device)
-    kinds = ("Transformer", "Pooling", "Normalize")
-    modules = [
-        {
-            "idx": i,
-            "name": str(i),
-            "path": f"{i}_{kind}" if i else "",
-            "type": f"sentence_transformers.models.{kind}",
-        }
-        for i, kind in enumerate(kinds)
-    ]
-    pooling = {
-        "word_embedding_dimension": model.config.hidden_size,
-        "pooling_mode_mean_tokens": True,
-    }
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         model.save_pretrained(folder)
         new_tokenizer(model.config.vocab_size, case.longest).save_pretrained(folder)
-        for path, content in (("modules.json", modules), ("1_Pooling/config.json", pooling)):
-            (folder / path).parent.mkdir(exist_ok=True)
-            (folder / path).write_text(json.dumps(content), encoding="utf-8")
-        yield folder
+        yield Path(folder)
 
 
 def sentence_transformer(folder: Path, kernel: str, dtype: torch.dtype, device: Any) -> Any:
-    """The folder's SentenceTransformer.
+    """A SentenceTransformer of the folder's model: mean pooling and vectors of length 1.
 
     Raises:
         Unsupported: sentence-transformers is not installed.
     """
     try:
         from sentence_transformers import SentenceTransformer
+        from sentence_transformers.sentence_transformer.modules import (
+            Normalize,
+            Pooling,
+            Transformer,
+        )
     except ImportError as error:
         raise Unsupported(
             "sentence-transformers is not installed here: pip install 'sentence-transformers>=6'"
         ) from error
     arguments = {"attn_implementation": kernel, "dtype": dtype}
-    return SentenceTransformer(str(folder), device=str(device), model_kwargs=arguments)
+    model = Transformer(str(folder), model_kwargs=arguments)
+    pooling = Pooling(model.auto_model.config.hidden_size)
+    return SentenceTransformer(modules=[model, pooling, Normalize()], device=str(device))
 
 
 class _Run:
@@ -256,7 +243,8 @@ class _Run:
         device = self.options.device
         if variant == OURS:
             model = AutoModel.from_pretrained(self.folder, dtype=self.dtype).to(device)
-            return lambda texts: fv.embed(model, texts, self.tokenizer, progress=False)
+            pooled: dict[str, Any] = {"pooling": "mean", "normalize": True, "progress": False}
+            return partial(fv.embed, model, tokenizer=self.tokenizer, **pooled)
         kernel, batch_size = parts_of(variant)
         found = sentence_transformer(self.folder, kernel or "sdpa", self.dtype, device)
         if not kernel:

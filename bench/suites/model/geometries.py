@@ -134,7 +134,6 @@ GEOMETRY_TITLES = {
 
 
 def is_hybrid(geometry: str) -> bool:
-    """Whether its models have recurrent layers."""
     return geometry.startswith("qwen3.5")
 
 
@@ -231,7 +230,6 @@ def text_lengths(
 
     Args:
         tokens: of the row; the last document is cut to fit.
-        seed: of the order.
         files: as `flexvarlen.verify.corpus.read_documents` takes them; None: Python's topics.
         longest: tokens at which a document is cut; None: an eighth of the row.
 

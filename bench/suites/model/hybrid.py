@@ -8,21 +8,18 @@ first step is compared with every document alone in fp64, and what is wrong is n
 so that they fit without checkpointing. transformers' delta rule is kept out of the graphs: torch
 2.11 would compile its plain torch, for minutes. "packings" compiles the whole model.
 
-Ours are given a `PackedLayout`. transformers' own layers are given cu_seq_lens and seq_idx
-("@both"), which is all that they take. Their convolution needs the package causal-conv1d to keep
-documents apart: without it, it leaks (5.17) or raises (5.23). "+fla-conv" puts fla's own
-convolution in its place, so that the comparison is with the fastest form of transformers' layers.
-Padded rows get a 2D mask; ours computes their pads too ("padded:auto"). On Hopper with Triton 3.4
-to 3.7.0, where fla refuses a step of its backward, all variants take flexvarlen's.
+transformers' own layers are given cu_seq_lens and seq_idx ("@both"). Their convolution needs the
+package causal-conv1d: without it, it leaks (5.17) or raises (5.23). "+fla-conv" puts fla's in its
+place. On Hopper with Triton 3.4 to 3.7.0, where fla refuses a step of its backward, all variants
+take flexvarlen's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -35,10 +32,10 @@ from flexvarlen.report.records import Record, records_alike
 from flexvarlen.report.table import NOTHING, Column, Notes, Table
 from flexvarlen.runner.suite import Findings, Options, Suite, UnknownVariant
 from flexvarlen.verify.experiment.experiment import Experiment
-from flexvarlen.verify.experiment.inputs import SORTED, ModelInputs
+from flexvarlen.verify.experiment.inputs import SORTED
 from flexvarlen.verify.experiment.measure import CheckedVariant, measure_variants
 from flexvarlen.verify.experiment.step import checkpoint_layers
-from flexvarlen.verify.experiment.variant import Variant, require_known
+from flexvarlen.verify.experiment.variant import require_known
 
 Kind = Literal["eager", "compiled", "padded", "packings"]
 
@@ -135,8 +132,6 @@ def split_variant(variant: str) -> tuple[str, str, bool]:
 
 
 class Hybrid(Suite[HybridCase]):
-    """Training steps of a model with recurrent layers."""
-
     name: ClassVar[str] = "hybrid"
     reads_text: ClassVar[bool] = True
 
@@ -214,8 +209,13 @@ class HybridSteps(Experiment):
             variant.compile_layers(compiler)
         elif compiler:
             variant = variant.compiled(compiler, fullgraph=False)
+
+        def step(*forwards: Any, **options: Any) -> list[Tensor]:
+            with replaced(self.base, functions):
+                return self.step(*forwards, **options)
+
         with recurrences.refusals():
-            checked = self.checked(variant, batching, partial(self.step_with, functions))
+            checked = self.checked(variant, batching, step)
         kernels = recurrences.kernels_of(
             self.base, theirs=variant.theirs, fla_convolution=fla_convolution
         )
@@ -223,18 +223,6 @@ class HybridSteps(Experiment):
         checked.measures |= {"attends": took, **kernels, "positions_per_token": ratio}
         checked.conclude = lambda ms: {"tokens_per_s": self.case.tokens / (ms / 1e3)}
         return checked
-
-    def step_with(
-        self,
-        functions: Replacements,
-        variant: Variant,
-        forwards: Sequence[ModelInputs],
-        *,
-        keep: bool = False,
-    ) -> list[Tensor]:
-        """A step in which the recurrent layers call these functions."""
-        with replaced(self.base, functions):
-            return self.step(variant, forwards, keep=keep)
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -263,7 +251,7 @@ def _table(records: Sequence[Record]) -> Table:
             tables.number("compile s", "compile_s", ".0f"),
         ]
     if case["other_packings"]:
-        columns.append(Column("recompilations", _recompilations))
+        columns.append(tables.made("recompilations", _recompilations))
     columns += [
         tables.number("peak GiB", "peak_mib", ".1f", 1 / 1024),
         tables.number("error ÷ allowed", "error_over_allowed", ".2f"),
@@ -281,10 +269,7 @@ def _name(record: Record) -> str:
 
 
 def _recompilations(record: Record) -> str:
-    if not tables.is_ok(record):
-        return NOTHING
-    m = record.measures
-    return f"{m['recompilations']} in {m['other_packings']} packings"
+    return "{recompilations} in {other_packings} packings".format(**record.measures)
 
 
 _HOW = {

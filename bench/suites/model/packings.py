@@ -69,11 +69,7 @@ class RowCase(GeometryCase):
 def rows_of(
     case: GeometryCase, packings: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[PreTrainedModel, list[PackedBatch], Tensor]:
-    """A base model with random weights, the packings of a row, and where the backward starts.
-
-    Args:
-        packings: tokens of each document; all packings have equally many.
-    """
+    """A base model, packings of equally many tokens, and where the backward starts."""
     base, tokens = case.new_base_model(device), sum(packings[0])
     ids = torch.randint(base.config.vocab_size, (1, tokens), device=device)
     shape = (tokens, base.config.hidden_size)
@@ -82,8 +78,6 @@ def rows_of(
 
 
 class Packings(Suite[RowCase]):
-    """What a change of documents costs a compiled step."""
-
     name: ClassVar[str] = "packings"
 
     def cases(self, options: Options) -> Sequence[RowCase]:
@@ -143,10 +137,7 @@ def packings_table(records: Sequence[Record]) -> Table:
         Column("attention", _name),
         tables.number("eager ms", "eager_ms_p50", ".0f"),
         Column("compiled ms (p20–p80)", lambda r: tables.cell(r, tables.spread(r), notes)),
-        Column(
-            "ratio to the best",
-            lambda r: f"{tables.to_best(r, 'ms_p50', records):.2f}" if tables.is_ok(r) else NOTHING,
-        ),
+        tables.made("ratio to the best", lambda r: f"{tables.to_best(r, 'ms_p50', records):.2f}"),
         tables.number("graph breaks", "graph_breaks", ".0f"),
         Column("recompilations", lambda r: _recompilations(r, notes)),
         tables.number("peak GiB", "peak_mib", ".1f", 1 / 1024),

@@ -83,13 +83,7 @@ def refusals() -> Iterator[None]:
 
 
 def kernels_of(model: PreTrainedModel, *, theirs: bool, fla_convolution: bool) -> dict[str, str]:
-    """What computes a variant's gated delta rule and convolutions, for its record.
-
-    Args:
-        model: on the device that it runs on.
-        theirs: transformers' own layers.
-        fla_convolution: with `convolution_of_fla`.
-    """
+    """What computes a variant's gated delta rule and convolutions, for its record."""
     fla, package = _installed("fla-core"), _installed("causal-conv1d")
     if theirs:
         own = fla if fla_convolution else package

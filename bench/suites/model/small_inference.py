@@ -49,8 +49,6 @@ ON_PAGE = [name for name in VARIANTS if name.startswith(("auto", "transformers")
 
 @dataclass(frozen=True)
 class SmallCase(GeometryCase):
-    """One model in one mode."""
-
     mode: str
     documents: tuple[int, ...] = DOCUMENTS
     compiler: str = "inductor"
@@ -62,8 +60,6 @@ class SmallCase(GeometryCase):
 
 
 class SmallInference(Suite[SmallCase]):
-    """A case a mode."""
-
     name: ClassVar[str] = "small-inference"
 
     def cases(self, options: Options) -> Sequence[SmallCase]:

@@ -32,11 +32,7 @@ def took(records: Iterable[Record]) -> list[str]:
 
 
 def model_title(record: Record, what: str = "") -> str:
-    """A record's model and layers.
-
-    Args:
-        what: after the model's name, as " geometry".
-    """
+    """A record's model and layers; `what` stands after the model's name, as " geometry"."""
     geometry, layers = record.case["geometry"], record.case["layers"]
     return f"{GEOMETRY_TITLES.get(geometry, geometry)}{what}, {layers} layers"
 
@@ -72,11 +68,7 @@ def spread(record: Record | None, digits: int = 0, name: str = "ms") -> str | No
 
 
 def made(title: str, text: Callable[[Record], str | None], *, outcome: bool = False) -> Column:
-    """A column of text that a record gives where it is right.
-
-    Args:
-        outcome: say what became of the others; else their cells are empty.
-    """
+    """Text of the records that are right; `outcome`: say what became of the others."""
 
     def shown(record: Record) -> str:
         if not is_ok(record):
@@ -93,23 +85,14 @@ def number(
     scale: float = 1.0,
     *,
     outcome: bool = False,
-    notes: Notes | None = None,
 ) -> Column:
-    """A column of a measure in that format.
-
-    Args:
-        outcome: as in `made`.
-        notes: say it there.
-    """
+    """A column of a measure in that format; `outcome` as in `made`."""
 
     def text(record: Record) -> str | None:
         found = record.measures.get(name)
         return None if found is None else f"{found * scale:{form}}"
 
-    column = made(title, text, outcome=outcome)
-    if notes is None:
-        return column
-    return Column(title, lambda record: cell(record, column.cell(record), notes))
+    return made(title, text, outcome=outcome)
 
 
 def to_best(record: Record, name: str, others: Iterable[Record]) -> float:

@@ -133,8 +133,6 @@ class TreeCase(GeometryCase):
     """A row of equal trees, and the same samples without sharing; attention has the model's heads.
 
     Attributes:
-        kind: what is measured.
-        form: of the trees.
         levels, groups: of `Tree.of`.
         max_row_tokens: tokens of a row of repeated samples at most.
         compiler: a backend of torch.compile; "" where nothing is compiled.
@@ -158,7 +156,6 @@ class TreeCase(GeometryCase):
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """num_heads, num_kv_heads and head_dim."""
         config = GEOMETRIES[self.geometry](self.layers)
         return config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
@@ -197,10 +194,13 @@ class TreeCase(GeometryCase):
 
         Of samples that differ in length, each row is filled before the next one begins.
         """
-        if self.form in ("paths", "agents"):
-            return self._filled(paths)
-
         found: list[Sequence[Tensor]] = []
+        if self.form in ("paths", "agents"):
+            for path in paths:
+                row = found.pop() if found else ()
+                fits = sum(map(len, [*row, path])) <= self.max_row_tokens
+                found += [[*row, path]] if fits or not row else [row, [path]]
+            return found
         for count in range(1, self.samples + 1):
             if self.kind in STEPS and self.samples % count:
                 continue  # equally many, so that one compiled graph serves all rows
@@ -208,16 +208,6 @@ class TreeCase(GeometryCase):
             if not found or all(sum(map(len, row)) <= self.max_row_tokens for row in rows):
                 found = rows
         return found
-
-    def _filled(self, paths: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        rows: list[Sequence[Tensor]] = []
-        row: list[Tensor] = []
-        for path in paths:
-            if row and sum(map(len, [*row, path])) > self.max_row_tokens:
-                rows.append(row)
-                row = []
-            row.append(path)
-        return [*rows, row]
 
     def data(self) -> dict[str, Any]:
         sizes = {"samples": self.samples, "tokens": self.tokens, "heads": list(self.heads)}

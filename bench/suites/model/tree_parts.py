@@ -9,8 +9,7 @@ recomputes. The gradients of two weights are compared with those of the first va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,50 +34,50 @@ MOST_DIFFERENCE = 0.1
 """Of the gradients of two variants in bf16, over their norm; two kernels differ by 0.04."""
 
 
-LABELS = {
-    "reference": "whole tree, recomputed",
-    "flex": "parts of 16,384",
-    "fa2": "parts of 16,384, recomputed",
+LINES = {
+    "checkpointed": ("reference", "whole tree, recomputed"),
+    "parts:16384": ("flex", "parts of 16,384"),
+    "checkpointed:parts:16384": ("fa2", "parts of 16,384, recomputed"),
 }
-"""Of the lines of the figure, by the style that they are drawn in."""
-LINES = {"checkpointed": "reference", "parts:16384": "flex", "checkpointed:parts:16384": "fa2"}
+"""The style and label of each line of the figure, by variant."""
 
 
-def memory_figure(records: Sequence[Record], folder: Path) -> Path | None:
-    """The peak memory of a step by the size of the tree; None of fewer than three sizes."""
+def memory_figure(records: Sequence[Record], folder: Path) -> Sequence[Path]:
+    """The peak memory of a step by the size of the tree; none of fewer than three sizes."""
     own = [r for r in records if r.status == "ok" and r.case["variant"] in LINES]
     series: dict[str, dict[float, float]] = {}
     for record in own:
         tokens, gib = record.measures["tree_tokens"], record.measures["peak_mib"] / 1024
-        series.setdefault(LINES[record.case["variant"]], {})[tokens] = gib
-    sizes = {tokens for points in series.values() for tokens in points}
-    if len(sizes) < 3:
-        return None
-    (parts,) = [points for name, points in series.items() if name == "flex"]
+        series.setdefault(LINES[record.case["variant"]][0], {})[tokens] = gib
+    if len(set().union(*series.values())) < 3:
+        return []
+    parts = series["flex"]
     figure, (axes,) = chart(
         f"In parts, a tree of {max(parts) / 1e6:.1f} million tokens trains in "
         f"{parts[max(parts)]:.0f} GiB",
         f"Peak of a training step, weights included; {tables.model_title(own[0])}, "
         f"{own[0].case['dtype']}, loss by chunks. {provenance(own)}",
     )
-    lines(axes, series, x_label="tokens of the tree", y_label="GiB", log_x=False, labels=LABELS)
+    lines(
+        axes,
+        series,
+        x_label="tokens of the tree",
+        y_label="GiB",
+        log_x=False,
+        labels=dict(LINES.values()),
+    )
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    return save(figure, folder / "tree-parts.png")
+    return [save(figure, folder / "tree-parts.png")]
 
 
 def require_known_parts(names: Sequence[str]) -> None:
-    """Refuse unknown variants.
-
-    Raises:
-        UnknownVariant: a name that none has.
-    """
+    """As `require_known`, of the names of any parts too."""
     tokens = [name.rpartition(PARTS)[2] for name in names if name.rpartition(PARTS)[1]]
     parts = [f"{way}{PARTS}{x}" for way in ("", CHECKPOINTED) for x in tokens if x.isdecimal()]
     require_known(names, ["whole", "checkpointed", f"{REPEATED}auto", *parts])
 
 
 def measure_parts(case: TreeCase, variants: Sequence[str], options: Options) -> list[Finding]:
-    """Check and time the variants of a case."""
     require_known_parts(variants)
     return measure_variants(variants, PartsStep(case, variants[0], options).check, options)
 
@@ -121,33 +120,24 @@ class PartsStep:
 
     def call(self, name: str) -> Callable[[], list[int]]:
         """A step; it returns the tokens of each forward that has a backward."""
-        step: Callable[[], list[int]] = self.whole
-        if PARTS in name:
-            step = partial(self.in_parts, int(name.rpartition(PARTS)[2]))
-        elif name.startswith(REPEATED):
-            step = self.repeated
 
         def run() -> list[int]:
             self.model.zero_grad()
             self.model.gradient_checkpointing_disable()
             if name.startswith((REPEATED, CHECKPOINTED.rstrip(":"))):
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            return step()
+            return [self.backward(row) for row in self.rows(name)]
 
         return run
 
-    def in_parts(self, max_tokens: int) -> list[int]:
-        """In parts, one after another."""
-        base = self.model.get_decoder()
-        return [self.backward(part) for part in self.shared.parts(base, max_tokens)]
+    def rows(self, name: str) -> Iterable[Mapping[str, Any]]:
+        """What the forwards of a step take: parts, packed rows, or the row of the tree."""
+        if PARTS in name:
+            return self.shared.parts(self.model.get_decoder(), int(name.rpartition(PARTS)[2]))
+        return self.repeated() if name.startswith(REPEATED) else [self.shared.batch()]
 
-    def whole(self) -> list[int]:
-        """The row of the tree."""
-        return [self.backward(self.shared.batch())]
-
-    def repeated(self) -> list[int]:
+    def repeated(self) -> Iterator[Mapping[str, Any]]:
         """Packed rows of the samples, each with its whole path."""
-        tokens = []
         for row in self.case.rows([torch.tensor(x) for x in self.samples]):
             layout = fv.PackedLayout.from_lengths(list(map(len, row)), device=self.device)
             ids = torch.cat(list(row))[None].to(self.device)
@@ -155,8 +145,7 @@ class PartsStep:
             labels[0, layout.cu_seqlens[1:].long() - 1] = IGNORE_INDEX
             counts = torch.ones_like(ids)
             of_row = {"input_ids": ids, "packed_layout": layout}
-            tokens.append(self.backward(of_row | {"shift_labels": labels, "label_counts": counts}))
-        return tokens
+            yield of_row | {"shift_labels": labels, "label_counts": counts}
 
     def backward(self, row: Mapping[str, Any]) -> int:
         """Add the gradients of a row's loss, by chunks of tokens; return its number of tokens."""

@@ -175,12 +175,7 @@ class TreeSteps(Experiment):
     """A case's model with random weights, and its trees.
 
     The last tree's samples are checked, as all in fp64 would take a minute: in a checked step only
-    these have labels.
-
-    Args:
-        case: what is measured.
-        options: of the run.
-        of_segments: whether each segment is a document of its own; then all are checked.
+    these have labels. `of_segments`: each segment is a document of its own, and all are checked.
     """
 
     def __init__(self, case: TreeCase, options: Options, *, of_segments: bool = False) -> None:
@@ -270,11 +265,7 @@ def row_of(
 ) -> TreeBatch:
     """A row of trees; in segments with labels, each token's label is the next token.
 
-    Args:
-        tree: the segments.
-        ids: int64 `[1, T]`.
-        form: of the tree; see `Tree.labelled`.
-        of_segments: whether none continues another, with the same labels.
+    `of_segments`: no segment continues another, with the same labels.
     """
     laid_out = Tree(tree.lengths, (-1,) * len(tree.parents)) if of_segments else tree
     layout = fv.PackedLayout.from_tree(

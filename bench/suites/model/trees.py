@@ -82,8 +82,6 @@ SLOW_S = 6.0
 
 
 class Trees(Suite[TreeCase]):
-    """Shared prefixes, in attention and in training steps."""
-
     name: ClassVar[str] = "trees"
 
     def cases(self, options: Options) -> Sequence[TreeCase]:
@@ -149,22 +147,20 @@ class Trees(Suite[TreeCase]):
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
         """A table for each machine and model, and one of its steps in parts."""
-        tables_of = {False: _page_table, True: _parts_table}
+        parts = [r for r in records if r.case["kind"] == "parts"]
+        steps = [r for r in records if r.case["kind"] != "parts"]
         found = [
-            tables_of[in_parts]([r for r in own if (r.case["kind"] == "parts") == in_parts])
-            for in_parts in tables_of
-            for machine in by_machine(records)
+            make(own)
+            for make, of_kind in ((_page_table, steps), (_parts_table, parts))
+            for machine in by_machine(of_kind)
             for own in grouped(machine, "geometry").values()
-            if any((r.case["kind"] == "parts") == in_parts for r in own)
         ]
         return [table for table in found if table.lines]
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
         """The memory of the model whose trees are of the most sizes."""
         found = grouped([r for r in records if r.case["kind"] == "parts"], "geometry").values()
-        largest = max(found, key=len, default=[])
-        path = memory_figure(largest, folder)
-        return [] if path is None else [path]
+        return memory_figure(max(found, key=len, default=[]), folder)
 
 
 def _kernel(options: Options) -> str:
@@ -201,8 +197,6 @@ def _case(
 
 
 def _parts_table(records: Sequence[Record]) -> Table:
-    """Steps in parts, beside whole trees and packed rows."""
-
     def tokens(record: Record) -> str:
         found = record.measures.get("tokens_of_forwards", [])
         sizes = " to ".join(f"{x:,}" for x in sorted({min(found), max(found)})) if found else ""
@@ -325,7 +319,6 @@ def _rate(record: Record | None) -> float | None:
 
 
 def _repeated(record: Record, records: Sequence[Record]) -> Record | None:
-    """The record of the same samples repeated."""
     wanted = (REPEATED + record.case["variant"], _shape(record))
     return next((r for r in records if (r.case["variant"], _shape(r)) == wanted), None)
 

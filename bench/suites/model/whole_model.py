@@ -42,8 +42,6 @@ from flexvarlen.verify.experiment.step import checkpoint_layers, free
 
 
 class Model(Suite[ModelCase]):
-    """Training steps on packed rows and on other batches."""
-
     name: ClassVar[str] = "model"
     reads_text: ClassVar[bool] = True
 
@@ -59,12 +57,10 @@ class Model(Suite[ModelCase]):
         return measure_variants(variants, Training(case, options).check, options)
 
     def tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        """A table of training for each model."""
         models = [g for own in by_machine(records) for g in grouped(own, "geometry").values()]
         return map(training_table, models)
 
     def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        """What packed rows gain, in steps of texts."""
         return [gains_table(own) for own in by_machine(_of_texts(records))]
 
     def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
@@ -117,12 +113,10 @@ class Training(Experiment):
         return checked
 
     def train(self, forward_backward: Callable[[], object]) -> None:
-        """What is timed."""
         forward_backward()
         self.optimizer.step()
 
     def conclude(self, ms: float) -> Measures:
-        """Throughput of the documents' own tokens."""
         return {"tokens_per_s": self.case.tokens / (ms / 1e3)}
 
 
@@ -248,7 +242,6 @@ OTHERS = {
 
 
 def draw(records: Sequence[Record], folder: Path) -> Path:
-    """Tokens a second of training by the tokens of a step."""
     series: dict[str, dict[float, float]] = {name: {} for name in (*PACKED, *OTHERS)}
     for record in records:
         batching, attention = split_variant(record.case["variant"])

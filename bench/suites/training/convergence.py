@@ -97,7 +97,6 @@ class ConvergenceCase(FrozenCase):
         return model.to(device).train()
 
     def precision(self, device: torch.device) -> AbstractContextManager[Any]:
-        """What the forward runs in."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
 
@@ -162,11 +161,7 @@ class Convergence(Suite[ConvergenceCase]):
 
 
 class Training:
-    """One training of a variant.
-
-    Args:
-        rows: the documents of each step.
-    """
+    """One training of a variant, on the documents of each step."""
 
     def __init__(
         self,
@@ -202,7 +197,6 @@ class Training:
         return batch | {"num_items_in_batch": torch.tensor(labels)}
 
     def backward(self, index: int) -> None:
-        """Forward and backward of a step."""
         inputs = {
             name: x.to(self.device, non_blocking=True)
             if isinstance(x, Tensor | fv.PackedLayout)

@@ -32,8 +32,6 @@ class TrainingOutcome:
     """A variant's trainings.
 
     Attributes:
-        records: all of them.
-        runs: those that ended, by seed.
         difference: of the final loss from the baseline's, mean over the seeds that both have.
         standard_errors: the same, in standard errors.
         worst: the largest of these seeds' differences.
@@ -57,7 +55,6 @@ class TrainingOutcome:
 
 
 def ended(records: Sequence[Record]) -> dict[int, Record]:
-    """Trainings that came to their end, by seed."""
     found = {r.case["seed"]: r for r in records if "losses" in r.measures}
     return dict(sorted(found.items()))
 
@@ -159,7 +156,6 @@ COLUMNS = (
 
 
 def table(records: Sequence[Record]) -> Table:
-    """The verdicts on one group."""
     found, case = outcomes(records), records[0].case
     baseline = ended([r for r in records if r.case["variant"] == PADDED])
     sigma = noise_of(baseline).sigma

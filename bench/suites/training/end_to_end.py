@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -105,7 +105,6 @@ class TrainerCase(GeometryCase):
         return f"{self.geometry}-{self.mode}"
 
     def documents(self) -> list[list[texts.Document]]:
-        """The documents of each step."""
         topics = texts.topic_ids(self.vocab_size, self.longest)
         return texts.full_rows(topics, self.tokens, self.warmup + self.steps, self.seed)
 
@@ -122,8 +121,6 @@ class TrainerCase(GeometryCase):
 
 
 class EndToEnd(Suite[TrainerCase]):
-    """Each variant is one run of Trainer on a fresh model."""
-
     name: ClassVar[str] = "end-to-end"
 
     def cases(self, options: Options) -> Sequence[TrainerCase]:
@@ -166,8 +163,6 @@ class EndToEnd(Suite[TrainerCase]):
 
 
 class _TrainerCase:
-    """A case's documents and the reference of its first step."""
-
     def __init__(self, case: TrainerCase, options: Options) -> None:
         self.case, self.options, self.device = case, options, options.device
         self.dtype = case.torch_dtype
@@ -176,7 +171,6 @@ class _TrainerCase:
         self.first = first_step_alone(new_model, self.steps[0], dtype=self.dtype)
 
     def finding(self, variant: str) -> Finding:
-        """One run of Trainer."""
         case = self.case
         _, attention, kept = parts_of(variant)
         model = self.model(attention, kept=kept)
@@ -267,7 +261,6 @@ class _TrainerCase:
         groups: list[list[list[texts.Document]]],
         stats: CompileStats,
     ) -> dict[str, Any]:
-        """What the timed steps gave."""
         case, on_gpu = self.case, self.options.on_gpu
         timed, compiling = clock.steady()
         lengths = [len(ids) for step in timed for ids in self.steps[step]]
@@ -279,9 +272,7 @@ class _TrainerCase:
             for group in groups[step]
         ]
         return {
-            "ms_p20": timing.ms_p20,
-            "ms_p50": timing.ms_p50,
-            "ms_p80": timing.ms_p80,
+            **asdict(timing),
             "tokens_per_s": case.tokens * len(timed) / sum(timed.values()),
             "steps_compiling": compiling,
             "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None,

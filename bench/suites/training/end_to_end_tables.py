@@ -59,7 +59,6 @@ COLUMNS = (
 
 
 def table(records: Sequence[Record]) -> Table:
-    """One group."""
     done = [r for r in records if r.status == "ok"]
     ours = next((r.measures["tokens_per_s"] for r in done if r.case["variant"] == OURS), None)
 

@@ -36,9 +36,8 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -62,8 +61,6 @@ from flexvarlen.patches.state import CONTEXT
 from flexvarlen.recurrent.fla_kernels import let_fla_run
 from flexvarlen.reference.model import own_parameters, share
 from flexvarlen.reference.recurrences import plain_recurrences
-from flexvarlen.report.records import Record
-from flexvarlen.report.table import Table
 from flexvarlen.runner.suite import Findings, Options, Suite, require_known
 from flexvarlen.verify.experiment.alone import Errors, both_relative, over_allowed, why_one_is_wrong
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, measure_variants
@@ -87,8 +84,6 @@ IMAGES = ("padded-fa3", "padded-sdpa", "auto", "auto+packed")
 
 
 class Preference(Suite[PreferenceCase]):
-    """The variants of a case share their parameters."""
-
     name: ClassVar[str] = "preference"
 
     def cases(self, options: Options) -> Sequence[PreferenceCase]:
@@ -109,14 +104,9 @@ class Preference(Suite[PreferenceCase]):
             run = _Run(case, options, folder)
             return measure_variants(variants, run.check, options, most_repeats=REPEATS, lead_in=0)
 
-    def section(self, records: Sequence[Record]) -> str:
-        return preference_tables.section(records)
-
-    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        return preference_tables.page_tables(records)
-
-    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        return preference_tables.figures(records, folder)
+    section = staticmethod(preference_tables.section)
+    page_tables = staticmethod(preference_tables.page_tables)
+    figures = staticmethod(preference_tables.figures)
 
 
 class _Outcome(NamedTuple):
@@ -153,7 +143,6 @@ class _Run:
         free(self.device, self.models[0])
 
     def batches_of(self, trainer: Any, make: Callable[[Any, Draws], Batch]) -> list[Batch]:
-        """On the device."""
         draws = Draws(self.case)
         hosts = [make(trainer, draws) for _ in range(self.case.batches)]
         return [
@@ -253,18 +242,11 @@ class _Run:
         }
         step = partial(self.step, trainer, call, itertools.cycle(batches))
         if self.case.images:
-            measures |= self.beside_the_step(trainer, batches[0])
+            first = partial(self.outcome, trainer, trainer.model, batches[0])
+            measures["ms_tower"] = tower_ms(trainer.model, first, self.device)
+            if self.options.on_gpu:
+                measures["syncs_in_layers"] = syncs_in_layers(trainer.model, first)
         return CheckedVariant(step, measures, wrong, partial(self.conclude, measures))
-
-    def beside_the_step(self, trainer: Any, batch: Batch) -> Measures:
-        """The tower's own time, and syncs in the layers of the text; None on a CPU."""
-        step = partial(self.outcome, trainer, trainer.model, batch)
-        return {
-            "ms_tower": tower_ms(trainer.model, step, self.device),
-            "syncs_in_layers": syncs_in_layers(trainer.model, step)
-            if self.options.on_gpu
-            else None,
-        }
 
     def conclude(self, measures: Measures, ms: float) -> Measures:
         """Samples per second; of a model with a tower, those of the rest of the step too."""
@@ -358,7 +340,6 @@ class _Run:
         return taken_by_auto(trainer.model, layout, self.dtype, compiled=compiled)
 
     def step(self, trainer: Any, call: Callable[..., Any], batches: Any) -> None:
-        """What is timed."""
         trainer.model.zero_grad(set_to_none=True)
         for micro_batch in self.micro_batches(trainer, next(batches)):
             trainer.compute_loss(call, micro_batch).backward()

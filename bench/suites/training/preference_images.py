@@ -102,7 +102,6 @@ def prompts(draws: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def layers_of(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """The layers of the text."""
     base: Any = model.base_model
     found: Sequence[nn.Module] = getattr(base, "language_model", base).layers
     return found

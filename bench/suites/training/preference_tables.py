@@ -56,12 +56,10 @@ def page_groups(records: Sequence[Record]) -> list[list[Group]]:
 
 
 def page_tables(records: Sequence[Record]) -> list[Table]:
-    """A table for each model."""
     return [_page_table(groups) for groups in page_groups(records)]
 
 
 def figures(records: Sequence[Record], folder: Path) -> list[Path]:
-    """Draw the model with the most cases."""
     every = page_groups(records)
     groups = [x for x in max(every, key=len, default=[]) if _gain(x, PACKED) is not None]
     return [_draw(groups, folder)] if groups else []
@@ -167,11 +165,14 @@ def _run_share(record: Record) -> float:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """The variants of one case."""
     notes = Notes()
+
+    def rate(record: Record) -> str:
+        return tables.cell(record, shown(tables.value(record, RATE), ".2f"), notes)
+
     columns = [
         Column("variant", _shown),
-        tables.number("samples/s", "samples_per_s", ".2f", notes=notes),
+        Column("samples/s", rate),
         Column("ms a step (p20–p80)", lambda r: tables.spread(r) or "–"),
         tables.number("peak GiB", "peak_mib", ".1f", 1 / 1024),
     ]

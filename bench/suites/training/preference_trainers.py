@@ -56,7 +56,6 @@ class Draws:
         return self.rng.sample(every, self.case.samples)
 
     def tokens(self, count: int) -> list[int]:
-        """Of text."""
         return [self.rng.randrange(len(SPECIAL), self.vocab_size) for _ in range(count)]
 
 

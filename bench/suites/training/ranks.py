@@ -29,7 +29,6 @@ LEARNING_RATE = 1e-5
 
 
 def rows_of(case: RanksCase, count: int) -> list[list[Document]]:
-    """Packed rows of the help topics."""
     topics = texts.topic_ids(case.vocab_size, case.tokens)
     return texts.full_rows(topics, case.tokens, count, case.seed)
 
@@ -78,13 +77,9 @@ def first_reason(reason: str | None) -> str | None:
 
 
 class Timed(NamedTuple):
-    """Spans of steps, on all ranks.
+    """Seconds of spans on the slowest rank, this rank's losses, and whether all ranks' are finite.
 
-    Attributes:
-        seconds: of each span, on the slowest rank.
-        losses: of this rank's steps.
-        finite: whether all ranks' are.
-        memory: measures: the largest peak of a rank.
+    `memory`: the largest peak of a rank, as measures.
     """
 
     seconds: list[float]
@@ -96,11 +91,7 @@ class Timed(NamedTuple):
 def timed(
     spans: Sequence[Callable[[], object]], losses: Sequence[Tensor], device: torch.device
 ) -> Timed:
-    """Run and time spans of steps.
-
-    Args:
-        losses: to which each step adds its own, a 0-d tensor.
-    """
+    """Run and time spans of steps, each of which adds its loss, a 0-d tensor, to `losses`."""
     own: list[float] = []
     peak = peak_memory_mib(lambda: own.extend(seconds_of(span, device) for span in spans), device)
     found: list[float] = torch.stack(list(losses)).double().tolist()

@@ -35,7 +35,6 @@ WAITS = timedelta(minutes=3)
 
 
 def main(task: Mapping[str, Any], out: Path) -> None:
-    """Measure a task on all ranks."""
     device = join(task["device"])
     case = scaling_ranks.CASES[task["variant"]](**task["case"])
     try:
@@ -63,7 +62,6 @@ def join(kind: str) -> torch.device:
 
 
 def measured(variant: str, case: scaling_ranks.RanksCase, device: torch.device) -> ranks.Measured:
-    """What one variant gave."""
     measure: dict[type, Callable[..., ranks.Measured]] = {
         scaling_ranks.SequenceCase: measure_sequence,
         scaling_ranks.SharedTrainerCase: measure_trainer,

@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,7 @@ import torch
 import torch.distributed as dist
 
 from flexvarlen.bench.suites.model.geometries import GeometryCase, is_hybrid
-from flexvarlen.bench.suites.training import scaling_ranks_tables as tables
-from flexvarlen.report.records import Record
-from flexvarlen.report.table import Table
+from flexvarlen.bench.suites.training import scaling_ranks_tables
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Finding, Findings, Options, Suite, require_known
@@ -42,11 +40,7 @@ LIMIT_S = 1800.0
 
 @dataclass(frozen=True)
 class RanksCase(GeometryCase):
-    """What all three kinds of case have.
-
-    Attributes:
-        tokens: of a packed row.
-    """
+    """What all three kinds of case have; `tokens` are those of a packed row."""
 
     geometry: str = "qwen3-1.7b"
     layers: int = 28
@@ -106,17 +100,12 @@ class SequenceCase(RanksCase):
 
     @property
     def hybrid(self) -> bool:
-        """Whether the model has recurrent layers."""
         return is_hybrid(self.geometry)
 
 
 @dataclass(frozen=True)
 class SharedTrainerCase(RanksCase):
-    """A Trainer, FSDP2, whose ranks share each row: `fv.patch_trainer(trainer, context_parallel=)`.
-
-    Attributes:
-        steps: timed.
-    """
+    """A Trainer under FSDP2 whose ranks share each row, by `context_parallel`."""
 
     tokens: int = 131_072
     steps: int = 3
@@ -131,8 +120,6 @@ CASES: dict[str, type[RanksCase]] = {
 
 
 class ScalingRanks(Suite[RanksCase]):
-    """Each variant of a case is a launch of its own."""
-
     name: ClassVar[str] = "scaling-ranks"
 
     def cases(self, options: Options) -> Sequence[RanksCase]:
@@ -177,14 +164,9 @@ class ScalingRanks(Suite[RanksCase]):
         measure = partial(launch, case, device=options.device)
         return measure_each(case.name, variants, measure, options.device)
 
-    def tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        return tables.tables(records)
-
-    def page_tables(self, records: Sequence[Record]) -> Iterable[Table]:
-        return tables.page_tables(records)
-
-    def figures(self, records: Sequence[Record], folder: Path) -> Sequence[Path]:
-        return tables.draw(records, folder)
+    tables = staticmethod(scaling_ranks_tables.tables)
+    page_tables = staticmethod(scaling_ranks_tables.page_tables)
+    figures = staticmethod(scaling_ranks_tables.draw)
 
 
 def launch(case: RanksCase, variant: str, device: torch.device) -> Finding:

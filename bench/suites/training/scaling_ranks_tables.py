@@ -24,14 +24,13 @@ def groups_of(records: Sequence[Record], *variants: str) -> list[list[Record]]:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """A table of each group."""
     one = [r for r in records if r.case.get("row", "one") == "one"]
-    groups = (
-        (training_table, groups_of(one, *NAMES)),
-        (sequence_table, groups_of(one, "sequence")),
-    )
-    others = [make(group) for make, found in groups for group in found]
-    return others + page_tables(records)
+    training, sequence = groups_of(one, *NAMES), groups_of(one, "sequence")
+    return [
+        *map(training_table, training),
+        *map(sequence_table, sequence),
+        *page_tables(records),
+    ]
 
 
 def page_tables(records: Sequence[Record]) -> list[Table]:
@@ -57,7 +56,6 @@ PEAK = number("peak GiB", "peak_mib", ".1f", 1 / 1024)
 
 
 def training_table(records: Sequence[Record]) -> Table:
-    """DDP and FSDP2."""
     ordered = sorted(records, key=lambda r: (r.case["variant"], r.case["ranks"], r.case["order"]))
     columns = [
         Column("parallel", lambda r: NAMES[r.case["variant"]]),
@@ -78,7 +76,6 @@ def training_table(records: Sequence[Record]) -> Table:
 
 
 def _row(record: Record) -> str:
-    """The row that is timed."""
     tokens = record.case.get("document", record.case["tokens"])
     count = record.measures["documents"]
     longest = "" if count == 1 else f", longest {record.measures['longest_document']:,}"
@@ -88,15 +85,9 @@ def _row(record: Record) -> str:
 ROW = made("tokens of the row", _row, outcome=True)
 
 
-def _method(record: Record) -> str:
-    return "the row's order" if is_hybrid(record.case["geometry"]) else "documents"
-
-
-METHOD = Column("split by", _method)
-
-
 def row_table(records: Sequence[Record]) -> Table:
-    """A whole model, on all GPUs and on one."""
+    def method(record: Record) -> str:
+        return "the row's order" if is_hybrid(record.case["geometry"]) else "documents"
 
     def both(record: Record, names: Sequence[str], form: str, scale: float = 1.0) -> str | None:
         found = [record.measures[name] for name in names]
@@ -106,7 +97,7 @@ def row_table(records: Sequence[Record]) -> Table:
     columns = [
         ROW,
         GPUS,
-        METHOD,
+        Column("split by", method),
         made("documents split", lambda r: str(r.measures["cut_documents"])),
         made("ms, one GPU → all", partial(both, names=("single_ms", "ms_p50"), form=",.0f")),
         made("efficiency", lambda r: f"{r.measures['efficiency']:.1%}"),
@@ -121,8 +112,6 @@ def row_table(records: Sequence[Record]) -> Table:
 
 
 def sequence_table(records: Sequence[Record]) -> Table:
-    """One document over all ranks."""
-
     def errors(record: Record, what: str) -> str:
         found, baseline = (record.measures[f"{kind}{what}_error"] for kind in ("", "baseline_"))
         return f"{found:.1e} / {baseline:.1e}"
@@ -148,7 +137,6 @@ def sequence_table(records: Sequence[Record]) -> Table:
 
 
 def trainer_table(records: Sequence[Record]) -> Table:
-    """Trainers whose ranks share rows."""
     columns = [
         Column("trainer", lambda r: TRAINERS[r.case["variant"]]),
         GPUS,

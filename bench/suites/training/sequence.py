@@ -26,7 +26,6 @@ from flexvarlen.bench.suites.training.trainer import (
 from flexvarlen.measure import memory_meaning, peak_memory_mib, summarize
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.shard import Method, shard_batch
-from flexvarlen.parallel.sharded_layout import RowShard
 
 WARMUP_STEPS = 2
 
@@ -63,18 +62,7 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
     whole = shard_batch(row, rank=0, ranks=1, method="contiguous")
     whole["packed_layout"] = row["packed_layout"]
     shard = _shard(documents, method, device)
-    measures["exchanged_tokens"] = _exchanged_tokens(shard["packed_layout"])
     return "ok", None, measures | _against_one(case, model, whole, shard, device)
-
-
-def _exchanged_tokens(layout: fv.PackedLayout) -> int:
-    """Tokens whose keys are sent in a layer's forward, by all ranks together."""
-    assert isinstance(layout.shard, RowShard)
-    exchange = layout.shard.exchange
-    own = 0 if exchange is None else int(exchange.receive_counts.sum())
-    of_all: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(of_all, own)
-    return sum(of_all)
 
 
 def _documents(case: SequenceCase, row: Sequence[texts.Document]) -> list[texts.Document]:
@@ -112,7 +100,6 @@ def _trained(
     measures: dict[str, Any],
     device: torch.device,
 ) -> ranks.Measured:
-    """Timed steps of an optimizer."""
     optimizer = ranks.new_optimizer(model, device)
     losses: list[Tensor] = []
 

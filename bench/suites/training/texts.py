@@ -39,7 +39,6 @@ NOT_READ = frozenset({"site-packages", "dist-packages", "test", "tests", "idleli
 
 
 def topics() -> tuple[str, ...]:
-    """Python's help topics."""
     return read_documents()
 
 
@@ -74,7 +73,6 @@ def document_ids(
 
     Args:
         texts: the documents, on which the BPE is trained too.
-        vocabulary: tokens of the BPE.
         longest: a document of more tokens is cut into several.
         fewest: documents of fewer tokens are dropped.
     """

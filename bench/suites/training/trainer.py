@@ -107,14 +107,7 @@ def first_step_alone(
     dtype: torch.dtype,
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Alone:
-    """Loss and gradients of the documents of a first step.
-
-    Args:
-        new_model: makes the model that the training begins with, in train mode.
-        documents: of the first step.
-        dtype: of the training's arithmetic.
-        precision: what the training's forward runs in (autocast).
-    """
+    """Loss and gradients of a first step's documents; `precision`: what the forward runs in."""
     model = new_model()
     ids = torch.tensor([[token for document in documents for token in document]])
     row = PackedBatch(ids.to(model.device), tuple(map(len, documents)))
