@@ -11,7 +11,7 @@ the first of them, and what is wrong is not timed. The suite "mask-build" times 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -151,7 +151,7 @@ class Trees(Suite[TreeCase]):
         steps = [r for r in records if r.case["kind"] != "parts"]
         found = [
             make(own)
-            for make, of_kind in ((_page_table, steps), (_parts_table, parts))
+            for make, of_kind in ((_page_table, steps), (_parts_page_table, parts))
             for machine in by_machine(of_kind)
             for own in grouped(machine, "geometry").values()
         ]
@@ -212,6 +212,28 @@ def _parts_table(records: Sequence[Record]) -> Table:
         tables.number("difference of gradients", "gradient_difference", ".3f"),
     ]
     return Table.of(records, columns, _title(records))
+
+
+def _parts_page_table(records: Sequence[Record]) -> Table:
+    """A line for each tree: milliseconds and peak memory of each variant."""
+
+    def of_variant(variant: str, tree: Mapping[str, Record]) -> str:
+        ms, mib = (tables.value(tree.get(variant), name) for name in ("ms_p50", "peak_mib"))
+        return NOTHING if ms is None or mib is None else f"{ms:,.0f} ms, {mib / 1024:.1f} GiB"
+
+    def tokens(name: str, tree: Mapping[str, Record]) -> str:
+        found = (r.measures[name] for r in tree.values() if name in r.measures)
+        return shown(next(found, None), ",")
+
+    trees = [{r.case["variant"]: r for r in own} for own in grouped(records, "levels").values()]
+    columns = [
+        Column("tokens of the samples", partial(tokens, "sample_tokens")),
+        Column("of the tree", partial(tokens, "tree_tokens")),
+    ]
+    for variant in dict.fromkeys(variant for tree in trees for variant in tree):
+        columns.append(Column(f"`{variant}`", partial(of_variant, variant)))
+    model = tables.model_title(records[0])
+    return Table.of(trees, columns, f"{model}, {_WHAT['parts']}, {tables.where(records)}")
 
 
 def _table(records: Sequence[Record]) -> Table:
