@@ -20,6 +20,7 @@ from flexvarlen.measure import watch_compilation
 from flexvarlen.recurrent import layer_functions
 from flexvarlen.reference.model import Float64, float64_model
 from flexvarlen.reference.recurrences import plain_recurrences
+from flexvarlen.trees.plan import plan_parts, segments_of
 from tests.contract_oracle import gradients_of
 from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.patches.forward.test_trees import samples
@@ -88,6 +89,20 @@ def test_each_sample_alone(family, max_tokens):
     tolerance = 1e-6 if family == "llama4_text" else 1e-12  # it scales queries in float32
     torch.testing.assert_close(loss, alone(family).loss.detach(), atol=0, rtol=tolerance)
     assert_equal(gradients, alone(family).gradients, tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document")
+def test_states_in_the_order_of_levels():
+    """A segment that goes on in other parts, after deeper ones of its own part."""
+    prompt, branches = [5, 6, 7, 8, 9], ([10, 11], [20, 21, 22])
+    ends = [[12, 13], [14, 15, 16]], [[x, *range(30, 52)] for x in (23, 24)]
+    texts = [[*prompt, *b, *end] for b, each in zip(branches, ends, strict=True) for end in each]
+    model, shared = new("mamba2", "sdpa"), fv.share_prefixes(texts)
+    (part, *_) = plan_parts(*segments_of(shared.layout), 25).roots
+    assert (part.segments, part.continued) == ((0, 1, 2, 3, 4), (0, 4))
+    expected, found = in_parts(model, shared, 1000), in_parts(model, shared, 25)
+    torch.testing.assert_close(found[0], expected[0], atol=0, rtol=1e-6)
+    assert_equal(found[1], expected[1], 1e-6)
 
 
 @pytest.mark.parametrize("family", ["qwen3_windows", "llama4_text"])
