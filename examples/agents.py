@@ -48,25 +48,20 @@ def turns_of(rollouts: list[dict[str, Any]], tokenizer: Any) -> list[Turn]:
 
 
 def collate(tasks: list[list[Turn]]) -> dict[str, Any]:
-    """A row with a tree for each task, and the weight of each token in the loss."""
+    """The turns of some tasks, and the advantage of each."""
     turns, advantages = zip(*(turn for task in tasks for turn in task), strict=True)
-    shared = fv.share_prefixes(turns)
-    weights = torch.zeros(shared.layout.total_tokens)
-    for turn, advantage, path in zip(turns, advantages, shared.paths, strict=True):
-        is_label = torch.tensor(turn["labels"][1:]) != -100
-        weights[path[:-1][is_label]] += advantage
-    weights /= shared.label_counts.sum()
-    batch = {"input_ids": shared.input_ids, "packed_layout": shared.layout}
-    return batch | {"shift_labels": shared.shift_labels[0], "weights": weights}
+    return {"turns": turns, "advantages": advantages}
 
 
 class PolicyGradientTrainer(Trainer):
-    """A Trainer whose loss weighs each label by the advantages of its rollouts."""
+    """A Trainer whose loss weighs each label by the advantage of its rollout."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> torch.Tensor:
-        labels, weights = inputs.pop("shift_labels"), inputs.pop("weights")
-        logits = model(**inputs).logits[0]
-        return -(fv.token_logprobs(logits, labels) * weights).sum()
+        shared = fv.share_prefixes(inputs["turns"], device=self.args.device)
+        with self.accelerator.autocast():
+            logprobs = shared.unfold(fv.tree_logprobs(model, shared))
+        parts = zip(inputs["advantages"], logprobs, shared.has_label, strict=True)
+        return -sum(a * x[has_label].sum() for a, x, has_label in parts) / shared.label_counts.sum()
 
 
 def main(

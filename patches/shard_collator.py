@@ -17,7 +17,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.parallel.shard import checksum, shard_batch
 from flexvarlen.patches.trainer_callback import below_trainers
-from flexvarlen.recurrent.documents import REACH
+from flexvarlen.recurrent.tree_parts import REACH
 
 CHECKSUM = "row_checksum"
 """The column of the whole row's checksum, by which the ranks compare their rows."""

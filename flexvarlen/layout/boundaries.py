@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from flexvarlen.layout.arguments import INT32_MAX, checked_sizes
@@ -23,6 +23,15 @@ HAS_TRITON = find_spec("triton") is not None
 def is_traced() -> bool:
     """Whether this call is traced by torch.compile, or runs under a dispatch mode."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of this module, or its forward, runs a compiled graph of its own."""
+    return (
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
 
 
 def round_up_to_power_of_two(n: int) -> int:

@@ -30,10 +30,12 @@ class LevelOrder:
             this order. The fourth row has the index in this order of each segment of the row. Spare
             slots are empty and come last.
         levels: int32 `[L + 1]` on the host: the first segment of each level, then their number.
+        index: of each segment of the row, its index in this order; on the host.
     """
 
     table: Tensor
     levels: Tensor
+    index: tuple[int, ...]
 
     @classmethod
     def of(
@@ -69,4 +71,5 @@ class LevelOrder:
         return cls(
             flat.view(4, -1).to(device, non_blocking=True),
             torch.tensor(at_level, dtype=torch.int32, device="cpu"),
+            tuple(index),
         )

@@ -8,4 +8,5 @@
 | `fla_kernels/` | fla's scans as operators; states that pass along trees; the check before use |
 | `fla_configs/` | stored configurations of fla's kernels |
 | `adjacent_ranks.py` | exchange between ranks if a document continues on the next one |
+| `tree_parts.py` | what passes from part to part of a tree that runs in parts |
 """

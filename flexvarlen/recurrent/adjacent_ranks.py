@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexvarlen.layout.launch_sizes import NOT_CAPTURED
 from flexvarlen.layout.row_split import BoundaryLinks
-from flexvarlen.recurrent.documents import REACH
+from flexvarlen.recurrent.tree_parts import REACH
 
 
 def send(x: Tensor, step: int, group: str) -> Any:

@@ -13,12 +13,8 @@ from torch.nn import functional as F
 
 from flexvarlen.layout.boundaries import HAS_TRITON
 from flexvarlen.recurrent.adjacent_ranks import prepend_tokens
-from flexvarlen.recurrent.documents import (
-    REACH,
-    WIDEST_CONVOLUTION,
-    Carry,
-    RecurrentDocuments,
-)
+from flexvarlen.recurrent.documents import WIDEST_CONVOLUTION, RecurrentDocuments
+from flexvarlen.recurrent.tree_parts import REACH, prepend_path
 
 
 def causal_convolution(
@@ -47,34 +43,12 @@ def causal_convolution(
             f"{WIDEST_CONVOLUTION}, got {weight.shape[1]}; give each rank whole rows and trees."
         )
     if documents.carry is not None:
-        return _in_part(x_TC, weight, bias, silu, documents, documents.carry)
-    if documents.links is None:
+        x_TC = prepend_path(x_TC, documents.previous, documents.cu_seqlens, documents.carry)
+    elif documents.links is not None:
+        x_TC = prepend_tokens(x_TC, documents.links, documents.group)
+    else:
         return _convolution(x_TC, weight, bias, silu, documents)
-    x_TC = prepend_tokens(x_TC, documents.links, documents.group)
     return _convolution(x_TC, weight, bias, silu, documents)[REACH:]
-
-
-def _in_part(
-    x_TC: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
-    documents: RecurrentDocuments,
-    carry: Carry,
-) -> Tensor:
-    """On a part of a tree: the state is the last inputs on a path, `[REACH, C]`."""
-    previous, name = documents.previous, carry.name("convolution")
-    before = carry.part.load_state(carry.layer, name, [x_TC])
-    x_TC = torch.cat([x_TC.new_zeros(REACH, x_TC.shape[1]) if before is None else before, x_TC])
-    out = _convolution(x_TC, weight, bias, silu, documents)[REACH:]
-    states = []
-    for slot in carry.slots:
-        tail = [REACH + documents.cu_seqlens[slot + 1] - 1]
-        for _ in range(REACH - 1):
-            tail.insert(0, torch.where(tail[0] < 0, -1, previous[tail[0].clamp(min=0)]))
-        index = torch.stack(tail)
-        states.append(x_TC[index.clamp(min=0)].masked_fill(index[:, None] < 0, 0))
-    return carry.part.store_states(carry.layer, name, out, states)
 
 
 def _convolution(

@@ -5,9 +5,9 @@ Shapes: T = total_tokens; N = number of slots for documents, or for segments of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,12 @@ from flexvarlen.layout.boundaries import slots_of
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.segments import Segments
 from flexvarlen.layout.token_map import Permutation, SameOrder, TokenMap
+from flexvarlen.recurrent.tree_parts import REACH, Carry, PartOfTree
 
 CHUNK = 64
 """Tokens of a chunk of fla's kernels."""
-WIDEST_CONVOLUTION = 4
+WIDEST_CONVOLUTION = REACH + 1
 """Maximum width for which next tokens of trees are listed; no verified family exceeds it."""
-REACH = WIDEST_CONVOLUTION - 1
-"""Tokens of the previous rank that a convolution may read."""
 
 
 class Branches(NamedTuple):
@@ -46,40 +45,6 @@ def by_level(segments: Segments, total_tokens: int) -> Permutation:
     in_row = tokens - starts[slots] + order.table[0][order.table[3][slots]]
     in_levels = torch.empty_like(in_row).scatter_(0, in_row.long(), tokens)
     return Permutation(in_levels.long(), in_row.long())
-
-
-class PartOfTree(Protocol):
-    """What recurrent layers ask of a part of a tree: `flexvarlen.trees.part.TreePart`."""
-
-    path: Sequence[int]
-    continued: Sequence[Any]
-
-    def load_state(self, layer: int, name: str, sources: Sequence[Tensor]) -> Tensor | None:
-        """The state at the end of the path above the part; None at the root."""
-
-    def store_states(self, layer: int, name: str, out: Tensor, states: Sequence[Tensor]) -> Tensor:
-        """The output of a layer; the states of the `continued` segments go to other parts."""
-
-
-class Carry(NamedTuple):
-    """What one call of a layer on a part of a tree needs to load and store states.
-
-    Attributes:
-        part: of the tree.
-        layer: index of the layer.
-        slots: of the segments that other parts continue.
-        calls: of the layer's functions so far, by name.
-    """
-
-    part: PartOfTree
-    layer: int
-    slots: tuple[int, ...]
-    calls: dict[str, int]
-
-    def name(self, function: str) -> str:
-        """A name for the state of the next call of a function of the layer."""
-        number = self.calls[function] = self.calls.get(function, -1) + 1
-        return f"{function} {number}"
 
 
 class RecurrentDocuments:
@@ -108,7 +73,6 @@ class RecurrentDocuments:
         chunk_indices: int32 `[T // 64 + N + 1, 2]`: the slot of each chunk of 64 tokens, and its
             number in the document. Chunks past the last one belong to the empty slot.
         part: the part of a tree that the row is, or None.
-        continued: of a part, the slots of the segments that other parts continue.
         carry: of one layer of a part: see `of_layer`.
         meanwhile: other work that the first layer may compile while it checks its scan; or None.
 
@@ -146,7 +110,6 @@ class RecurrentDocuments:
             )
         self.links = layout.shard.links if layout.shard.exchanges_keys else None
         self.part: PartOfTree | None = layout.shard if layout.shard.is_part_of_tree else None  # type: ignore[assignment]
-        self.continued: tuple[int, ...] = ()
         self.carry: Carry | None = None
         if self.links is not None:
             self.previous = _with_tokens_before(self.previous, layout.position_ids()[0])
@@ -158,15 +121,11 @@ class RecurrentDocuments:
         tokens_before = 0
         if self.part is not None:
             tokens_before = REACH
-            self.previous = _with_path_before(self.previous, bool(self.part.path))
-            self.continued = tuple(each.index_in_part for each in self.part.continued)
+            self.previous = _with_path_before(self.previous)
             if segments is None:
                 roots = torch.full_like(starts, -1)
                 levels = torch.tensor([0, len(starts) - 1], device="cpu")
                 self.branches = Branches(roots, levels)
-            elif self.continued:
-                order = segments.by_level.table[3].tolist()
-                self.continued = tuple(order[number] for number in self.continued)
         has_branches = self.branches is not None and total_tokens > 0
         self.next_tokens = (
             _next_tokens(starts + tokens_before, self.previous) if has_branches else None
@@ -204,7 +163,7 @@ class RecurrentDocuments:
                 f"{type(layer).__name__} without; run the whole tree: shared.batch()."
             )
         found = copy(self)
-        found.carry = Carry(self.part, index, self.continued, {})
+        found.carry = Carry(self.part, index)
         return found
 
     def zero_padding(self, x: Tensor) -> Tensor:
@@ -226,10 +185,13 @@ def _with_tokens_before(previous: Tensor, position: Tensor) -> Tensor:
     return torch.cat([firsts, others])
 
 
-def _with_path_before(previous: Tensor, has_path: bool) -> Tensor:
-    """`previous` for the last tokens of the path above and a part's T tokens, `[REACH + T]`."""
+def _with_path_before(previous: Tensor) -> Tensor:
+    """`previous` for the last tokens of the path above and a part's T tokens, `[REACH + T]`.
+
+    Those of a root are zeros, which a convolution may read.
+    """
     before = torch.arange(-1, REACH - 1, device=previous.device, dtype=torch.int32)
-    own = torch.where(previous < 0, REACH - 1 if has_path else -1, previous + REACH)
+    own = torch.where(previous < 0, REACH - 1, previous + REACH)
     return torch.cat([before, own.to(torch.int32)])
 
 

@@ -23,9 +23,10 @@ from flexvarlen.layout.row_split import BoundaryLinks
 from flexvarlen.recurrent import fla_kernels
 from flexvarlen.recurrent.adjacent_ranks import receive_state, send_state
 from flexvarlen.recurrent.convolution import causal_convolution
-from flexvarlen.recurrent.documents import Carry, RecurrentDocuments
+from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels.check import OPERATORS, why_wrong
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
+from flexvarlen.recurrent.tree_parts import expects_backward, load_state, store_states
 
 
 def convolve(
@@ -104,7 +105,7 @@ def gated_delta_rule(
         why = why_wrong(kind, rows[0], rows[2], boundaries, documents.meanwhile)
     if why is None:
         rows[3] = rows[3].float()
-        out = _run_fla(kind, rows, boundaries, documents.carry)
+        out = _run_fla(kind, rows, boundaries)
     else:
 
         def run(state: Tensor | None, keep: bool, *row: Tensor) -> Any:
@@ -166,35 +167,27 @@ def mamba2_scan(
         dt = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
         v, g = (x * dt[..., None]).to(x.dtype), dt * A.float()
-        out = _run_fla("Mamba-2's scan", [C, B, v, g], boundaries, documents.carry)
+        out = _run_fla("Mamba-2's scan", [C, B, v, g], boundaries)
         out = out if D is None else out + (x * D[:, None]).to(x.dtype)
     else:
 
         def run(state: Tensor | None, keep: bool, *row: Tensor) -> Any:
             x, dt, B, C = row
-            given = fixed | {"initial_states": state, "return_final_states": keep}
+            initial = None if state is None else state.mT
+            given = fixed | {"initial_states": initial, "return_final_states": keep}
             found = plain_torch(x, dt, A, B, C, **given)
-            return found if keep else (found, None)
+            return (found[0], found[1].mT) if keep else (found, None)
 
         weights = [x for x in (A, D, dt_bias) if x is not None]
-        state = _State((1, *x.shape[2:], B.shape[3]), weights)
+        state = _State((1, x.shape[2], B.shape[3], x.shape[3]), weights)
         out = _loop_over_documents(run, documents, [x, dt, B, C], x, state, why=why)
     return documents.zero_padding(out).view(hidden_states.shape)
 
 
-def _run_fla(
-    kind: str, inputs: Sequence[Tensor], boundaries: Boundaries, carry: Carry | None
-) -> Tensor:
-    """The output of fla's kernels; on a part of a tree, from the state of the path above it."""
-    if carry is None:
-        return OPERATORS[kind](*inputs, *boundaries)[0]
-    name = carry.name("fla scan")
-    of_part = boundaries._replace(
-        state_above=carry.part.load_state(carry.layer, name, inputs),
-        continued=torch.tensor(carry.slots, dtype=torch.int64, device="cpu"),
-    )
-    out, states, *_ = OPERATORS[kind](*inputs, *of_part)
-    return carry.part.store_states(carry.layer, name, out, states.unbind())
+def _run_fla(kind: str, inputs: Sequence[Tensor], boundaries: Boundaries) -> Tensor:
+    """The output of fla's kernels."""
+    boundaries = boundaries._replace(expects_backward=expects_backward(inputs))
+    return OPERATORS[kind](*inputs, *boundaries)[0]
 
 
 def _refuse_states(initial: Tensor | None, final: bool) -> None:
@@ -216,7 +209,7 @@ class _State(NamedTuple):
     """The state of a scan.
 
     Attributes:
-        shape: shape of one document's state.
+        shape: shape of one document's state, `[1, HV, K, V]`, as of fla's kernels.
         weights: inputs of the scan besides the rows.
     """
 
@@ -254,9 +247,9 @@ def _loop_over_documents(
     with_children, dtype = set(parents), torch.promote_types(like.dtype, torch.float32)
     carry, above = documents.carry, None
     if carry is not None:
-        name = carry.name("scan")
-        above = carry.part.load_state(carry.layer, name, [*rows, *of_state.weights])
-        with_children |= set(carry.slots)
+        slots = [each.slot for each in carry.part.continued]
+        above = load_state(carry, [*rows, *of_state.weights])
+        with_children |= set(slots)
     states: dict[int, Tensor | None] = {}
     outs: dict[int, Tensor] = {}
     waiting = range(links.continues_from_previous)
@@ -282,8 +275,8 @@ def _loop_over_documents(
     found = torch.cat([*in_row, like.new_zeros(1, padding, *like.shape[2:])], dim=1)
     if carry is None:
         return found
-    left = [states[slot] for slot in carry.slots]
-    return carry.part.store_states(carry.layer, name, found, [x for x in left if x is not None])
+    left = [states[slot] for slot in slots]
+    return store_states(carry, found, [x for x in left if x is not None])
 
 
 @cache

@@ -1,7 +1,6 @@
 """Join the keys and values of a part of a tree with those above it, eager and in compiled graphs.
 
-What differs from part to part must not be in a compiled graph. So a graph takes the number of a
-part, a tensor on the host, by which its operators find the part that runs.
+The operators of a graph find the part that runs by its number: see `layout/running_part.py`.
 
 Shapes: K = keys above the part, padding before them included; T = tokens of the part; H, Hkv =
 heads of queries and of keys, D = head_dim.
@@ -18,8 +17,8 @@ from flexvarlen.layout.boundaries import is_traced
 from flexvarlen.layout.launch_sizes import NOT_CAPTURED
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.row_split import Attend
+from flexvarlen.layout.running_part import running_part
 from flexvarlen.layout.segments import Segments
-from flexvarlen.trees.states import PartStates
 
 WITHOUT_INDEX = (
     "an attention layer must have a layer_idx to run on a part of a tree, got one without; run the "
@@ -154,7 +153,7 @@ class _WithKeysAbove(torch.autograd.Function):
 
 
 def _part(number: Tensor) -> RunningPart:
-    part: RunningPart = PartStates.running_part(int(number))
+    part: RunningPart = running_part(number)
     return part
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,12 +38,12 @@ class ContinuedSegment(NamedTuple):
 
     Attributes:
         segment: its index in the tree.
-        index_in_part: its index in the part.
+        slot: its index in the part, in the order of recurrent layers (see `LevelOrder`).
         tokens: its tokens in the part.
     """
 
     segment: int
-    index_in_part: int
+    slot: int
     tokens: slice
 
 
@@ -196,67 +196,52 @@ class TreePart:
 
     # ---- recurrent layers ----
 
-    def load_state(self, layer: int, name: str, sources: Sequence[Tensor]) -> Tensor | None:
+    def load_state(
+        self,
+        layer: int,
+        name: str,
+        *,
+        dtype: torch.dtype | None = None,
+        expects_backward: bool = False,
+        again: bool = False,
+    ) -> Tensor | None:
         """The state at the end of the path, as it was stored; None at the root.
 
         Args:
             layer: index of the layer.
             name: of the state in the layer.
-            sources: inputs of the layer; the state requires a gradient if one of them does.
+            dtype: of the layer, if the state has that of the layer.
+            expects_backward: whether the inputs of the layer require gradients, or a reentrant
+                checkpoint hides that they do.
+            again: whether this is the backward, which needs the state again.
+
+        Raises:
+            ValueError: the state has another dtype.
         """
-        self._enter((layer, name), *sources)
+        key = layer, name
+        if not again:
+            self.states.enter(key, expects_backward=self.needs_grad and expects_backward)
         if not self.path:
             return None
-        found: Tensor = _LoadState.apply(self, (layer, name), *sources)  # type: ignore[no-untyped-call]
-        return found
+        (state,) = self.states.stored(key, self.path[-1], dtype)
+        return state
 
-    def _enter(self, key: LayerState, *x: Tensor) -> None:
-        """Note the forward of a layer whose tensors may have gradients.
-
-        A reentrant checkpoint runs it without gradients; the backward runs it again.
-        """
-        hidden = not torch.is_grad_enabled()
-        expects_backward = self.needs_grad and (hidden or any(each.requires_grad for each in x))
-        self.states.enter(key, expects_backward=expects_backward)
-
-    def store_states(self, layer: int, name: str, out: Tensor, states: Sequence[Tensor]) -> Tensor:
-        """The output of a layer, unchanged; `states` are those of the `continued` segments."""
-        key = layer, name
+    def store_states(self, layer: int, name: str, states: Sequence[Tensor]) -> None:
+        """Store the states of the `continued` segments, if other parts are to continue them."""
         if self.stores_states:
             for each, state in zip(self.continued, states, strict=True):
-                self.states.store(key, each.segment, state)
-        found: Tensor = _StoreStates.apply(self, key, out, *states)  # type: ignore[no-untyped-call]
-        return found
+                self.states.store((layer, name), each.segment, state)
 
+    def pop_gradients(self, layer: int, name: str) -> list[Tensor | None]:
+        """The gradients of these states, which the parts below have stored; None without any."""
+        self.states.ran_backward((layer, name))
+        found = [self.states.pop_gradients((layer, name), each.segment) for each in self.continued]
+        return [below[0] if below else None for below in found]
 
-class _LoadState(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: TreePart, key: LayerState, *sources: Tensor) -> Tensor:
-        ctx.part, ctx.key = part, key
-        (state,) = part.states.stored(key, part.path[-1])
-        return state.view_as(state)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        ctx.part.states.add_gradients(ctx.key, ctx.part.path[-1], grad)
-        return (None,) * len(ctx.needs_input_grad)
-
-
-class _StoreStates(torch.autograd.Function):
-    """In the backward the states get the gradients that the parts below have stored."""
-
-    @staticmethod
-    def forward(ctx: Any, part: TreePart, key: LayerState, out: Tensor, *states: Tensor) -> Tensor:
-        ctx.part, ctx.key, ctx.dtypes = part, key, [x.dtype for x in states]
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        part, key = ctx.part, ctx.key
-        part.states.ran_backward(key)
-        found = [part.states.pop_gradients(key, each.segment) for each in part.continued]
-        of_states = [x[0].to(d) if x else None for x, d in zip(found, ctx.dtypes, strict=True)]
-        return None, None, grad, *of_states
+    def add_gradient(self, layer: int, name: str, gradient: Tensor) -> None:
+        """Store a gradient of the state above, of which there is none at the root."""
+        if self.path:
+            self.states.add_gradients((layer, name), self.path[-1], gradient)
 
 
 def layout_of(
@@ -295,8 +280,10 @@ def layout_of(
         sizes_k, roots = [*padding, tokens_above, *lengths], [-1] * (path + 1)
         layout_k = PackedLayout.from_tree(sizes_k, [*roots, *below], device=device, **of_keys)
     starts = list(accumulate(lengths, initial=0))
+    order = range(len(lengths)) if layout.segments is None else layout.segments.by_level.index
     continued = tuple(
-        ContinuedSegment(x, i := index[x], slice(starts[i], starts[i + 1])) for x in part.continued
+        ContinuedSegment(x, order[i := index[x]], slice(starts[i], starts[i + 1]))
+        for x in part.continued
     )
     shard = TreePart(
         states=states,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from flexvarlen.layout.arguments import require_int_at_least
+from flexvarlen.layout.boundaries import is_compiled
 from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.trees.part import layout_of
@@ -125,13 +126,8 @@ def _batches(
 
 
 def has_compiled(model: nn.Module) -> bool:
-    """Whether the model, one of its modules, or the forward of one is compiled."""
-    return any(
-        "_orig_mod" in each._modules
-        or each._compiled_call_impl is not None
-        or hasattr(each.forward, "_torchdynamo_orig_callable")
-        for each in model.modules()
-    )
+    """Whether the model, or one of its modules, is compiled; asked before a forward."""
+    return any(map(is_compiled, model.modules()))
 
 
 def _run_without_gradients(model: nn.Module, batch: PartBatch) -> None:

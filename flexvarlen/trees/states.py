@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from flexvarlen.layout.running_part import ENDED, begin_part, end_part
 
 LayerState = tuple[int, str]
 """A layer, and what it stores: "keys" for keys and values, else the name of a recurrent state."""
@@ -20,10 +22,6 @@ SECOND_FORWARD = (
 OTHER_DTYPE = (
     "all parts of a tree must run in one dtype, got keys or states in {dtype} below some in "
     "{above}; put the whole loop over the parts inside autocast."
-)
-ENDED = (
-    "a part of a tree must run inside its loop, got one of a loop that has ended or gone on; run "
-    "`for part in shared.parts(model, max_tokens)`."
 )
 MISSING_BACKWARD = (
     "each part of a tree must run backward before the next one, got the next part while {layers} "
@@ -46,8 +44,6 @@ class PartStates:
         was_read: whether a layer has asked the current part for its keys or states.
     """
 
-    _running: ClassVar[dict[int, Any]] = {}
-
     def __init__(self) -> None:
         self.was_read = False
         self._stored: dict[tuple[LayerState, int], Tensors] = {}
@@ -55,7 +51,7 @@ class PartStates:
         self._entered: set[LayerState] = set()
         self._awaited: set[LayerState] = set()
         self._ran: set[LayerState] = set()
-        self._number = -1
+        self._part: Any = None
 
     def store(self, key: LayerState, segment: int, *tensors: Tensor) -> None:
         """Store copies of what the segments below one need of it."""
@@ -83,7 +79,7 @@ class PartStates:
     def clear(self) -> None:
         """Forget everything: a part that the caller still holds refers to this object."""
         self._stored, self._gradients = {}, {}
-        self._running.pop(self._number, None)
+        self._end_part()
 
     def add_gradients(self, key: LayerState, segment: int, *gradients: Tensor) -> None:
         """Add gradients of what was stored of a segment, or of its last tokens."""
@@ -98,18 +94,6 @@ class PartStates:
     def pop_gradients(self, key: LayerState, segment: int) -> Tensors:
         """Remove and return the sum of these gradients; empty if there are none."""
         return self._gradients.pop((key, segment), ())
-
-    @classmethod
-    def running_part(cls, number: int) -> Any:
-        """The `TreePart` of this number, of any loop.
-
-        Raises:
-            RuntimeError: its loop has ended, or is at another part.
-        """
-        found = cls._running.get(number)
-        if found is None:
-            raise RuntimeError(ENDED)
-        return found
 
     # ---- that each part runs forward and backward once ----
 
@@ -134,9 +118,13 @@ class PartStates:
         """Begin the forward of a `TreePart`."""
         self.was_read = False
         self._entered, self._awaited, self._ran = set(), set(), set()
-        self._running.pop(self._number, None)
-        self._number = int(part.number)
-        self._running[self._number] = part
+        self._end_part()
+        self._part = part
+        begin_part(part)
+
+    def _end_part(self) -> None:
+        if self._part is not None:
+            end_part(self._part)
 
     def ran_backward(self, key: LayerState) -> None:
         """Note a layer's backward.

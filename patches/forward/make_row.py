@@ -19,7 +19,7 @@ from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.head_checks import user_loss
 from flexvarlen.patches.forward.recurrent_layers import compiles_at_once
 from flexvarlen.patches.forward.trees import TREES
-from flexvarlen.patches.models.layers import dtype_of_queries, is_compiled
+from flexvarlen.patches.models.layers import dtype_of_queries, runs_compiled
 from flexvarlen.patches.refusal import refuse
 from flexvarlen.patches.state import Patch
 
@@ -102,7 +102,7 @@ def _cache_of_row(given: Given, layout: PackedLayout) -> tuple[bool, bool | None
             or patch.unpad
             or not patch.parts.causal
             or given.module.training
-            or is_compiled(given.parts.text_tower(given.module))
+            or runs_compiled(given.parts.text_tower(given.module))
         )
         fills = by_default and may_fill and bool(one_document_per_row(layout, batch))
         return fills, None if fills else False

@@ -18,7 +18,7 @@ from flexvarlen.patches.batch.positions import padded_positions
 from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.batch.shared_rows import share_prefixes_of_rows
 from flexvarlen.patches.forward.head_checks import check_document_labels, wrap_loss
-from flexvarlen.patches.models.layers import is_compiled
+from flexvarlen.patches.models.layers import runs_compiled
 from flexvarlen.patches.state import CONTEXT
 
 COMPILED_MULTIPLE = 1024
@@ -115,7 +115,7 @@ def _multiple_of(given: Given) -> int:
     """What the tokens of a padded batch's packed row are rounded up to a multiple of."""
     if given.patch.unpad_to_multiple_of is not None:
         return given.patch.unpad_to_multiple_of
-    return COMPILED_MULTIPLE if is_compiled(given.parts.text_tower(given.module)) else 1
+    return COMPILED_MULTIPLE if runs_compiled(given.parts.text_tower(given.module)) else 1
 
 
 def _for_head(given: Given, padded: PaddedBatch) -> Inputs:

@@ -7,7 +7,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.images import has_images
 from flexvarlen.patches.batch.given import Given
 from flexvarlen.patches.forward.router import returns_router_logits
-from flexvarlen.patches.models.layers import is_compiled, is_compiled_by_layer
+from flexvarlen.patches.models.layers import is_compiled_by_layer
 from flexvarlen.patches.refusal import Refusal
 from flexvarlen.patches.why_not import why_no_trees
 
@@ -37,11 +37,10 @@ def _why_no_parts(given: Given) -> str | None:
         return None
     if given.patch.sequence_parallel_group is not None:
         return "a sequence_parallel_group"
-    tower, recurrent = given.parts.text_tower(given.module), given.patch.stages.recurrent
-    if is_compiled_by_layer(tower):  # a graph for each index of a layer
+    if is_compiled_by_layer(
+        given.parts.text_tower(given.module)
+    ):  # a graph for each index of a layer
         return "layers compiled one by one"
-    if recurrent is not None and is_compiled(tower):
-        return "torch.compile of recurrent layers"
     return "output_router_logits" if returns_router_logits(given) else None
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.attention.check_arguments import check_numbers
+from flexvarlen.layout.boundaries import is_compiled
 from flexvarlen.mask.spec import MaskSpec
 
 # As in transformers' config.layer_types.
@@ -47,13 +48,11 @@ def first_layer(tower: nn.Module) -> nn.Module | None:
 def is_compiled_by_layer(tower: nn.Module) -> bool:
     """Whether a tower's layers are compiled separately."""
     first = first_layer(tower)
-    if first is None:
-        return False
-    return "_orig_mod" in first._modules or first._compiled_call_impl is not None
+    return first is not None and is_compiled(first)
 
 
-def is_compiled(tower: nn.Module) -> bool:
-    """Whether a tower is compiled, as a whole or layer by layer."""
+def runs_compiled(tower: nn.Module) -> bool:
+    """Whether the forward that runs now is compiled, as a whole or layer by layer."""
     return torch.compiler.is_compiling() or is_compiled_by_layer(tower)
 
 

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    TrainingArguments,
 )
 
 import flexvarlen as fv
@@ -127,7 +128,9 @@ def test_agents_learn_from_recorded_rollouts(load, folder, tmp_path, capsys):
     expected = expected / sum(label >= 0 for turn, _ in turns for label in turn["labels"])
     gradients = torch.autograd.grad(expected, list(model.parameters()))
     fv.patch_model(model, "sdpa")
-    found = agents.PolicyGradientTrainer.compute_loss(None, model, agents.collate([turns]))
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = agents.PolicyGradientTrainer(model, arguments)
+    found = trainer.compute_loss(model, agents.collate([turns]))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(
         torch.autograd.grad(found, list(model.parameters())), gradients, strict=True

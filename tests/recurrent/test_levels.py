@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 
+from flexvarlen.layout.running_part import begin_part, end_part
 from flexvarlen.recurrent.documents import CHUNK
 from flexvarlen.recurrent.fla_kernels import levels
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
@@ -56,26 +59,51 @@ def test_a_state_of_another_segment(tree):
         assert grads[index[segment]] == below[segment]
 
 
+class Part:
+    """A part of a tree below a state of 1000, whose segments get the gradients 1, 2, …"""
+
+    number = torch.tensor(-1)
+
+    def __init__(self, slots):
+        self.continued = [SimpleNamespace(slot=slot) for slot in slots]
+        self.loaded, self.stored, self.gradient = [], None, None
+
+    def load_state(self, layer, name, *, expects_backward, again):
+        self.loaded.append(((layer, name), expects_backward and not again, again))
+        return torch.full((1, 1, 1), 1000.0)
+
+    def store_states(self, layer, name, states):
+        assert self.stored is None
+        self.stored = torch.stack(states).flatten().tolist()
+
+    def pop_gradients(self, layer, name):
+        return [torch.full((1, 1, 1), 1.0 + i) for i in range(len(self.continued))]
+
+    def add_gradient(self, layer, name, gradient):
+        self.gradient = int(gradient)
+
+
 @given(trees(most_tokens=150))
 def test_a_part_of_a_tree(tree):
     """Roots start from the state above, and the last segments' states and gradients pass on."""
     docs = branches(tree)
     index = docs.layout.segments.by_level.table[3].tolist()
     last = [segment for segment in range(len(tree.lengths)) if segment not in tree.parents]
-    part = Boundaries.of(docs)._replace(
-        state_above=torch.full((1, 1, 1), 1000.0),
-        continued=torch.tensor([index[segment] for segment in last]),
-    )
+    part = Part([index[segment] for segment in last])
+    begin_part(part)
+    boundaries = Boundaries.of(docs)._replace(part=part.number, layer=3, expects_backward=True)
 
     def run(level, read, out):
         torch.add(read, level.cu_seqlens.diff().view(-1, 1, 1, 1), out=out)
 
     like = torch.zeros(1, len(docs.chunk_indices), 1, 1, 1)
-    final = levels.run_levels_forward(part, like, run)
-    assert final.flatten().tolist() == [1000 + len(tree.path_of(segment)) for segment in last]
-    grads = torch.arange(1.0, 1 + len(last)).view(-1, 1, 1, 1)
-    above = levels.run_levels_backward(part, like, run, grads)
-    assert int(above) == int(grads.sum()) + sum(tree.lengths)
+    none = levels.run_levels_forward(boundaries, like, run)
+    assert part.stored == [1000 + len(tree.path_of(segment)) for segment in last]
+    levels.run_levels_forward(boundaries, like, run, none)
+    levels.run_levels_backward(boundaries, like, run)
+    assert part.loaded == [((3, "scan"), True, False), ((3, "scan"), False, True)]
+    assert part.gradient == sum(range(1, 1 + len(last))) + sum(tree.lengths)
+    end_part(part)
 
 
 def test_a_cuda_graph_of_one_tree(monkeypatch):

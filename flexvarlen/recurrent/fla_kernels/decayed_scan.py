@@ -12,14 +12,8 @@ from torch import Tensor
 
 from flexvarlen.recurrent.documents import CHUNK
 from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
-from flexvarlen.recurrent.fla_kernels.levels import Boundaries
-from flexvarlen.recurrent.fla_kernels.outputs import (
-    fake_state_gradient,
-    fake_states,
-    first_without_gradient,
-    gradients_of,
-    like,
-)
+from flexvarlen.recurrent.fla_kernels.levels import CONSTANTS, Boundaries
+from flexvarlen.recurrent.fla_kernels.outputs import fake_states, like
 from flexvarlen.recurrent.fla_kernels.states import decayed_state_gradients, decayed_states
 
 
@@ -33,9 +27,10 @@ def decayed_scan(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
-    state_above: Tensor | None,
-    continued: Tensor | None,
+    part: Tensor | None,
     links: Tensor | None,
+    layer: int,
+    expects_backward: bool,
     group: str,
 ) -> list[Tensor]:
     """`state = exp(g) * state + k v`, `output = q state`, from zeros or the state of the parent.
@@ -44,7 +39,7 @@ def decayed_scan(
         q, k: `[1, T, G, K]`, each for H / G heads one after another.
         v: `[1, T, H, V]`.
         g: log of the decay, fp32 `[1, T, H]`.
-        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group:
+        cu_seqlens, chunk_indices, parents, levels, part, links, layer, expects_backward, group:
             `Boundaries`.
 
     Returns:
@@ -54,9 +49,8 @@ def decayed_scan(
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 
-    boundaries = Boundaries(
-        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group
-    )
+    tables = cu_seqlens, chunk_indices, parents, levels, part, links
+    boundaries = Boundaries(*tables, layer, expects_backward, group)
     q, k = (_expanded(x, v.shape[2]) for x in (q, k))
     v, g, others = v.contiguous(), g.contiguous(), boundaries.kwargs()
     g_sum = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **others)
@@ -68,7 +62,6 @@ def decayed_scan(
 @torch.library.custom_op("flexvarlen::decayed_scan_backward", mutates_args=())
 def _decayed_scan_backward(
     grad: Tensor,
-    grad_states: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -78,28 +71,28 @@ def _decayed_scan_backward(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
-    state_above: Tensor | None,
-    continued: Tensor | None,
+    part: Tensor | None,
     links: Tensor | None,
+    layer: int,
+    expects_backward: bool,
     group: str,
 ) -> list[Tensor]:
     from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv
     from fla.ops.utils import chunk_local_cumsum
 
     avoid_wrong_kernel()
-    boundaries = Boundaries(
-        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group
-    )
+    tables = cu_seqlens, chunk_indices, parents, levels, part, links
+    boundaries = Boundaries(*tables, layer, expects_backward, group)
     q_all, k_all = (_expanded(x, v.shape[2]) for x in (q, k))
     v, do, others = v.contiguous(), grad.contiguous(), boundaries.kwargs()
     h, _ = decayed_states(k_all, v, g_sum, boundaries, torch.float32, states)
-    dh, dabove = decayed_state_gradients(q_all, do, g_sum, boundaries, torch.float32, grad_states)
+    dh = decayed_state_gradients(q_all, do, g_sum, boundaries, torch.float32)
     given = {"q": q_all, "k": k_all, "g": g_sum, "do": do, "dh": dh, "scale": 1.0, **others}
     dq, dk, _, dg = chunk_bwd_dqkwg(v=v, h=h, **given)
     dv = chunk_bwd_dv(**given)
     dg = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **others)
     dq, dk = (dx.unflatten(2, (x.shape[2], -1)).sum(3) for dx, x in ((dq, q), (dk, k)))
-    return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg, dabove]
+    return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg]
 
 
 def _expanded(x: Tensor, heads: int) -> Tensor:
@@ -116,22 +109,20 @@ def _(*inputs: Any) -> list[Tensor]:
 
 @_decayed_scan_backward.register_fake
 def _(*inputs: Any) -> list[Tensor]:
-    _, _, q, k, v, _, g_sum, *boundaries = inputs
-    dabove = fake_state_gradient(Boundaries(*boundaries).state_above, v)
-    return [like(q), like(k), like(v), like(g_sum), dabove]
+    _, q, k, v, _, g_sum, *_ = inputs
+    return [like(q), like(k), like(v), like(g_sum)]
 
 
 def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, k, v, _, *boundaries, ctx.group = inputs
-    ctx.mark_non_differentiable(*output[first_without_gradient(inputs) :])
-    ctx.save_for_backward(q, k, v, *output[1:], *boundaries)
+    q, k, v, _, *tables = inputs[:-CONSTANTS]
+    ctx.constants = inputs[-CONSTANTS:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(q, k, v, *output[1:], *tables)
 
 
 def _scan_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    kept, boundaries = ctx.saved_tensors[:5], Boundaries._make([*ctx.saved_tensors[5:], ctx.group])
-    grad_states = None if boundaries.continued is None else grads[1]
-    *found, dabove = _decayed_scan_backward(grads[0], grad_states, *kept, *boundaries)
-    return *found, *gradients_of(boundaries, dabove)
+    found = _decayed_scan_backward(grads[0], *ctx.saved_tensors, *ctx.constants)
+    return *found, *[None] * len(Boundaries._fields)
 
 
 decayed_scan.register_autograd(_scan_gradients, setup_context=_keep_scan)
@@ -142,5 +133,5 @@ def decayed_scan_gradients(
 ) -> list[Tensor]:
     """Gradients of the operator's inputs, computed from its outputs, without autograd."""
     kept = *inputs[:3], *outputs[1:]
-    found: list[Tensor] = _decayed_scan_backward(grad, None, *kept, *boundaries)
-    return found[:-1]
+    found: list[Tensor] = _decayed_scan_backward(grad, *kept, *boundaries)
+    return found

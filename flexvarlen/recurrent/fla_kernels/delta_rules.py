@@ -14,14 +14,8 @@ from torch import Tensor
 
 from flexvarlen.recurrent.documents import CHUNK
 from flexvarlen.recurrent.fla_kernels.hopper import avoid_wrong_kernel
-from flexvarlen.recurrent.fla_kernels.levels import Boundaries
-from flexvarlen.recurrent.fla_kernels.outputs import (
-    fake_state_gradient,
-    fake_states,
-    first_without_gradient,
-    gradients_of,
-    like,
-)
+from flexvarlen.recurrent.fla_kernels.levels import CONSTANTS, TABLES, Boundaries
+from flexvarlen.recurrent.fla_kernels.outputs import fake_states, like
 from flexvarlen.recurrent.fla_kernels.states import delta_state_gradients, delta_states
 
 # ---- the gated delta rule ----
@@ -38,9 +32,10 @@ def gated_delta_rule(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
-    state_above: Tensor | None,
-    continued: Tensor | None,
+    part: Tensor | None,
     links: Tensor | None,
+    layer: int,
+    expects_backward: bool,
     group: str,
 ) -> list[Tensor]:
     """The gated delta rule over documents or trees, with L2-normalized queries and keys.
@@ -48,7 +43,7 @@ def gated_delta_rule(
     Args:
         g: log of the decay, fp32 `[1, T, HV]`.
         beta: `[1, T, HV]`.
-        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group:
+        cu_seqlens, chunk_indices, parents, levels, part, links, layer, expects_backward, group:
             `Boundaries`.
 
     Returns:
@@ -57,9 +52,8 @@ def gated_delta_rule(
     from fla.ops.common.chunk_o import chunk_fwd_o
     from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 
-    boundaries = Boundaries(
-        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group
-    )
+    tables = cu_seqlens, chunk_indices, parents, levels, part, links
+    boundaries = Boundaries(*tables, layer, expects_backward, group)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     units = _normalized(q, k)
     g_sum = _sums_of_chunks(g, boundaries)
@@ -73,7 +67,6 @@ def gated_delta_rule(
 @torch.library.custom_op("flexvarlen::gated_delta_rule_backward", mutates_args=())
 def _gated_delta_rule_backward(
     grad: Tensor,
-    grad_states: Tensor | None,
     v: Tensor,
     beta: Tensor,
     kept: list[Tensor],
@@ -81,18 +74,18 @@ def _gated_delta_rule_backward(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
-    state_above: Tensor | None,
-    continued: Tensor | None,
+    part: Tensor | None,
     links: Tensor | None,
+    layer: int,
+    expects_backward: bool,
     group: str,
 ) -> list[Tensor]:
     from fla.ops.common.chunk_o import chunk_bwd_dqkwg, chunk_bwd_dv_local
     from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd, recompute_w_u_fwd
 
     avoid_wrong_kernel()
-    boundaries = Boundaries(
-        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group
-    )
+    tables = cu_seqlens, chunk_indices, parents, levels, part, links
+    boundaries = Boundaries(*tables, layer, expects_backward, group)
     states, g_sum, inverse, *units = kept
     q, k, scale = units[0], units[2], units[0].shape[-1] ** -0.5
     v, beta, do = (x.contiguous() for x in (v, beta, grad))
@@ -102,13 +95,13 @@ def _gated_delta_rule_backward(
     h, v_new, _ = delta_states(k, w, u, {"g": g_sum}, boundaries, states)
     dv = chunk_bwd_dv_local(q=q, do=do, scale=scale, **given)
     gates = {"g": g_sum}
-    dh, dv, dabove = delta_state_gradients(q, k, w, do, dv, gates, scale, boundaries, grad_states)
+    dh, dv = delta_state_gradients(q, k, w, do, dv, gates, scale, boundaries)
     of_states = {"w": w, "h": h, "dh": dh, "dv": dv}
     dq, dk, dw, dg = chunk_bwd_dqkwg(q=q, v=v_new, do=do, scale=scale, **of_states, **given)
     dk_more, dv, dbeta, dg_more = prepare_wy_repr_bwd(dw=dw, du=dv, **of_inverse)
     dg = _sums_of_chunks(dg + dg_more, boundaries, reverse=True)
     grads = [dq, dk + dk_more, dv, dg, dbeta]
-    return [*_gradients(grads, units, like_v=v, like_beta=beta), dabove]
+    return _gradients(grads, units, like_v=v, like_beta=beta)
 
 
 # ---- Kimi's delta rule: a decay for each channel of the keys ----
@@ -125,18 +118,18 @@ def kimi_delta_rule(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
-    state_above: Tensor | None,
-    continued: Tensor | None,
+    part: Tensor | None,
     links: Tensor | None,
+    layer: int,
+    expects_backward: bool,
     group: str,
 ) -> list[Tensor]:
     """As `gated_delta_rule`, with g fp32 `[1, T, H, K]` and HV = H."""
     from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
     from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
 
-    boundaries = Boundaries(
-        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group
-    )
+    tables = cu_seqlens, chunk_indices, parents, levels, part, links
+    boundaries = Boundaries(*tables, layer, expects_backward, group)
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     units, scale = _normalized(q, k), q.shape[-1] ** -0.5
     g_sum = _sums_of_chunks(g, boundaries)
@@ -152,7 +145,6 @@ def kimi_delta_rule(
 @torch.library.custom_op("flexvarlen::kimi_delta_rule_backward", mutates_args=())
 def _kimi_delta_rule_backward(
     grad: Tensor,
-    grad_states: Tensor | None,
     v: Tensor,
     beta: Tensor,
     kept: list[Tensor],
@@ -160,18 +152,18 @@ def _kimi_delta_rule_backward(
     chunk_indices: Tensor,
     parents: Tensor | None,
     levels: Tensor | None,
-    state_above: Tensor | None,
-    continued: Tensor | None,
+    part: Tensor | None,
     links: Tensor | None,
+    layer: int,
+    expects_backward: bool,
     group: str,
 ) -> list[Tensor]:
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
     from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
     from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
-    boundaries = Boundaries(
-        cu_seqlens, chunk_indices, parents, levels, state_above, continued, links, group
-    )
+    tables = cu_seqlens, chunk_indices, parents, levels, part, links
+    boundaries = Boundaries(*tables, layer, expects_backward, group)
     states, g_sum, scores, inverse, *units = kept
     q, k, scale = units[0], units[2], units[0].shape[-1] ** -0.5
     v, beta, do = (x.contiguous() for x in (v, beta, grad))
@@ -181,9 +173,7 @@ def _kimi_delta_rule_backward(
     h, v_new, _ = delta_states(k_decayed, w, u, gates, boundaries, states)
     no_beta = {name: x for name, x in given.items() if name != "beta"}
     dscores, dv = chunk_kda_bwd_dAv(v=v_new, do=do, A=scores, scale=scale, **no_beta)
-    dh, dv, dabove = delta_state_gradients(
-        q_decayed, k_decayed, w, do, dv, gates, scale, boundaries, grad_states
-    )
+    dh, dv = delta_state_gradients(q_decayed, k_decayed, w, do, dv, gates, scale, boundaries)
     of_states = {"v_new": v_new, "h": h, "dh": dh, "dv": dv}
     dq, dk, dv, dbeta, dg, dinverse = chunk_kda_bwd_wy_dqkg_fused(
         v=v, g=g_sum, A=inverse, do=do, scale=scale, **of_states, **given
@@ -192,7 +182,7 @@ def _kimi_delta_rule_backward(
     dq, dk, dbeta, dg = chunk_kda_bwd_intra(g=g_sum, **so_far, **given)
     dg = _sums_of_chunks(dg, boundaries, reverse=True)
     grads = [dq, dk, dv, dg, dbeta]
-    return [*_gradients(grads, units, like_v=v, like_beta=beta), dabove]
+    return _gradients(grads, units, like_v=v, like_beta=beta)
 
 
 # ---- what both share ----
@@ -239,15 +229,15 @@ def _fake_forward(squares: int, *inputs: Any) -> list[Tensor]:
 
 
 def _fake_backward(*inputs: Any) -> list[Tensor]:
-    _, _, v, beta, (_, g_sum, *_, q_unit, _, k_unit, _), *boundaries = inputs
-    dabove = fake_state_gradient(Boundaries(*boundaries).state_above, v)
-    return [*(like(x) for x in (q_unit, k_unit, v)), like(g_sum), like(beta), dabove]
+    _, v, beta, (_, g_sum, *_, q_unit, _, k_unit, _), *_ = inputs
+    return [*(like(x) for x in (q_unit, k_unit, v)), like(g_sum), like(beta)]
 
 
 def _keep_delta_rule(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, _, v, _, beta, *boundaries, ctx.group = inputs
-    ctx.mark_non_differentiable(*output[first_without_gradient(inputs) :])
-    ctx.save_for_backward(v, beta, *boundaries, *output[1:])
+    _, _, v, _, beta, *tables = inputs[:-CONSTANTS]
+    ctx.constants = inputs[-CONSTANTS:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(v, beta, *tables, *output[1:])
 
 
 def _complete(operator: Any, backward: Any, squares: int) -> None:
@@ -255,11 +245,9 @@ def _complete(operator: Any, backward: Any, squares: int) -> None:
 
     def gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
         v, beta, *others = ctx.saved_tensors
-        tables = len(Boundaries._fields) - 1
-        boundaries, kept = Boundaries._make([*others[:tables], ctx.group]), others[tables:]
-        grad_states = None if boundaries.continued is None else grads[1]
-        *found, dabove = backward(grads[0], grad_states, v, beta, kept, *boundaries)
-        return *found, *gradients_of(boundaries, dabove)
+        tables, kept = others[:TABLES], others[TABLES:]
+        found = backward(grads[0], v, beta, kept, *tables, *ctx.constants)
+        return *found, *[None] * len(Boundaries._fields)
 
     operator.register_autograd(gradients, setup_context=_keep_delta_rule)
     operator.register_fake(partial(_fake_forward, squares))
@@ -271,8 +259,8 @@ def delta_rule_gradients(
 ) -> list[Tensor]:
     """Gradients of an operator's inputs, computed from its outputs, without autograd."""
     _, _, v, _, beta = inputs
-    found: list[Tensor] = backward(grad, None, v, beta, outputs[1:], *boundaries)
-    return found[:-1]
+    found: list[Tensor] = backward(grad, v, beta, outputs[1:], *boundaries)
+    return found
 
 
 gated_delta_rule_gradients = partial(delta_rule_gradients, _gated_delta_rule_backward)

@@ -7,8 +7,8 @@ launched once for each level of a tree, all segments of a level together; the ba
 deepest level, and the gradient of a state is the sum over the segments that start from it, in
 order.
 
-The roots of a part of a tree start from the state at the end of the path above it, and the final
-states of the segments that other parts continue are returned.
+The roots of a part of a tree start from the state at the end of the path above it, and the part
+stores the final states of the segments that other parts continue (see `tree_parts.py`).
 
 In a row over several ranks, the first document of a rank may start from the final state of the
 previous rank, and its last one may continue on the next. Slots that wait for no rank run first.
@@ -28,6 +28,7 @@ from torch import Tensor
 from flexvarlen.layout.row_split import BoundaryLinks
 from flexvarlen.recurrent.adjacent_ranks import receive, send
 from flexvarlen.recurrent.documents import CHUNK, RecurrentDocuments
+from flexvarlen.recurrent.tree_parts import SCAN, ContinuedSlot, part_of
 
 
 class Boundaries(NamedTuple):
@@ -35,8 +36,9 @@ class Boundaries(NamedTuple):
 
     Attributes:
         parents, levels: tables of trees; None for plain documents.
-        state_above: for a part of a tree below others, the state of its path, fp32 `[HV, K, V]`.
-        continued: for a part, int64 on the host: the slots that other parts continue.
+        part: the number of the part of a tree that the row is, or None (see `tree_parts.py`).
+        layer, expects_backward: of a part: the index of the layer, and whether its backward must
+            run.
         links, group: as in `RecurrentDocuments`, if documents continue from rank to rank.
     """
 
@@ -44,9 +46,10 @@ class Boundaries(NamedTuple):
     chunk_indices: Tensor
     parents: Tensor | None = None
     levels: Tensor | None = None
-    state_above: Tensor | None = None
-    continued: Tensor | None = None
+    part: Tensor | None = None
     links: Tensor | None = None
+    layer: int = -1
+    expects_backward: bool = False
     group: str = ""
 
     @classmethod
@@ -55,8 +58,9 @@ class Boundaries(NamedTuple):
         branches = documents.branches
         parents, levels = (None, None) if branches is None else (branches.parents, branches.levels)
         of_row = documents.cu_seqlens, documents.chunk_indices
-        states = None, None  # of a layer: see `layer_functions`
-        return cls(*of_row, parents, levels, *states, documents.links, documents.group)
+        found = cls(*of_row, parents, levels, links=documents.links, group=documents.group)
+        carry = documents.carry
+        return found if carry is None else found._replace(part=carry.part.number, layer=carry.layer)
 
     @property
     def pass_states(self) -> bool:
@@ -68,25 +72,34 @@ class Boundaries(NamedTuple):
         return {"cu_seqlens": self.cu_seqlens, "chunk_indices": self.chunk_indices}
 
 
+CONSTANTS = 3
+"""The last fields of `Boundaries`, which are no tensors."""
+TABLES = len(Boundaries._fields) - CONSTANTS
+"""The first ones, which are."""
+
+
 class Level(NamedTuple):
     """Slots that a kernel runs for in one launch: those of one level, or all plain documents.
 
     Attributes:
         cu_seqlens, chunk_offsets: `[n + 1]`, into the tokens and the chunks of the row.
         parents: int64 `[n]`, the slots of the level above that they start from; None for roots.
-        continued: the slots of the level that other parts of the tree continue, each with its index
-            among all of these.
+        first: the first slot.
     """
 
     cu_seqlens: Tensor
     chunk_offsets: Tensor
     parents: Tensor | None = None
-    continued: Sequence[tuple[int, int]] = ()
+    first: int = 0
 
     @property
     def slots(self) -> int:
         """The number of slots, n."""
         return len(self.cu_seqlens) - 1
+
+    def of(self, continued: Sequence[ContinuedSlot]) -> list[int]:
+        """Those of the level among some slots."""
+        return [x.slot for x in continued if 0 <= x.slot - self.first < self.slots]
 
 
 LaunchLevel = Callable[[Level, Tensor | None, Tensor | None], None]
@@ -102,13 +115,11 @@ def _levels(boundaries: Boundaries) -> tuple[list[Level], Level]:
         return [], every
     cu_seqlens, chunks, *_ = every
     bounds: list[int] = levels.tolist()
-    continued = [] if boundaries.continued is None else boundaries.continued.tolist()
     last, above, found = bounds[-1], 0, []
     for start, end in pairwise(bounds[: bounds.index(last) + 1]):
         of_level = parents[start:end].long() - above if start else None
-        kept = [(slot - start, i) for i, slot in enumerate(continued) if start <= slot < end]
         bounds_of = slice(start, end + 1)
-        found.append(Level(cu_seqlens[bounds_of], chunks[bounds_of], of_level, kept))
+        found.append(Level(cu_seqlens[bounds_of], chunks[bounds_of], of_level, start))
         above = start
     return found, Level(cu_seqlens[-3:-1], chunks[-3:-1])
 
@@ -137,11 +148,11 @@ def run_levels_forward(
     """Run a kernel that reads the initial states of a level, and writes the final ones.
 
     Args:
-        received: the result of an earlier run, so that no rank waits for another again.
+        received: in a backward, the result of the forward, so that no rank waits for another again,
+            and no part stores its states again.
 
     Returns:
-        Over ranks, the state that the first slot starts from, `[HV, K, V]`; for a part of a tree,
-        the final states of its `continued` slots, `[n, HV, K, V]`; else `[0]`.
+        Over ranks, the state that the first slot starts from, `[HV, K, V]`; else `[0]`.
     """
     if boundaries.links is not None:
         if received is None:
@@ -152,60 +163,56 @@ def run_levels_forward(
         launch(every, initial, torch.empty_like(initial))
         return received
     levels, others = _levels(boundaries)
-    final, above = like.new_empty(0), boundaries.state_above
-    kept = states_like(like.shape[2:], like, boundaries)
+    final = like.new_empty(0)
+    part, layer = part_of(boundaries.part), boundaries.layer
+    above = part.load_state(
+        layer,
+        SCAN,
+        expects_backward=boundaries.expects_backward,
+        again=received is not None,
+    )
+    kept: dict[int, Tensor] = {}
     for level in levels:
         if level.parents is not None:
             initial = final[level.parents]
-        elif above is not None:
-            initial = above.expand(level.slots, *above.shape).contiguous()
         else:
             initial = _zeros(level, like)
+            if above is not None:
+                initial += above
         final = torch.empty_like(initial)
         launch(level, initial, final)
-        for slot, i in level.continued:
-            kept[i] = final[slot]
+        kept |= {slot: final[slot - level.first] for slot in level.of(part.continued)}
     _run_others(boundaries, others, like, launch)
-    return kept
+    if received is None:
+        part.store_states(layer, SCAN, [kept[each.slot] for each in part.continued])
+    return like.new_empty(0, dtype=torch.float32)
 
 
-def run_levels_backward(
-    boundaries: Boundaries, like: Tensor, launch: LaunchLevel, grad_states: Tensor | None = None
-) -> Tensor:
-    """Run a kernel that reads gradients of the final states, and writes those of the initial.
-
-    Args:
-        grad_states: gradients of the final states of the `continued` slots.
-
-    Returns:
-        The gradient of `state_above`, or `[0]` without.
-    """
+def run_levels_backward(boundaries: Boundaries, like: Tensor, launch: LaunchLevel) -> None:
+    """Run a kernel that reads gradients of the final states, and writes those of the initial."""
     if boundaries.links is not None:
         _along_ranks(boundaries, like, launch, back=True)
-        return like.new_empty(0, dtype=torch.float32)
+        return
     levels, others = _levels(boundaries)
     grads, parents = like.new_empty(0), None
+    part, layer = part_of(boundaries.part), boundaries.layer
+    of_slots = zip(part.continued, part.pop_gradients(layer, SCAN), strict=True)
+    below = {each.slot: x for each, x in of_slots if x is not None}
     for level in reversed(levels):
         final = _zeros(level, like) if parents is None else _summed(grads, parents, level.slots)
-        if grad_states is not None:
-            for slot, i in level.continued:
-                final[slot] += grad_states[i]
+        for slot in level.of(part.continued):
+            if slot in below:
+                final[slot - level.first] += below[slot]
         grads, parents = torch.empty_like(final), level.parents
         launch(level, final, grads)
     _run_others(boundaries, others, like, launch)
-    if boundaries.state_above is None:
-        return like.new_empty(0, dtype=torch.float32)
-    return grads.sum(0)
+    if boundaries.part is not None:
+        part.add_gradient(layer, SCAN, grads.sum(0))
 
 
 def states_like(shape: Sequence[int], like: Tensor, boundaries: Boundaries) -> Tensor:
     """An empty result of `run_levels_forward`, for states `[HV, K, V]` of this shape."""
-    count = []
-    if boundaries.continued is not None:
-        count = [len(boundaries.continued)]
-    elif boundaries.links is None:
-        count, shape = [0], ()
-    return like.new_empty(*count, *shape, dtype=torch.float32)
+    return like.new_empty((0,) if boundaries.links is None else shape, dtype=torch.float32)
 
 
 def _run_others(boundaries: Boundaries, others: Level, like: Tensor, launch: LaunchLevel) -> None:

@@ -64,13 +64,11 @@ def delta_state_gradients(
     gates: dict[str, Tensor],
     scale: float,
     boundaries: Boundaries,
-    grad_states: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Gradients of the state after each chunk, in the dtype of q, and of the values written to it.
 
     Args:
         dv: the part of the latter that comes from the outputs of the same chunk.
-        grad_states: as in `run_levels_backward`, whose result is returned last.
     """
     from fla.ops.common import chunk_delta_h
 
@@ -91,8 +89,8 @@ def delta_state_gradients(
             **_constants(level, shapes),
         )
 
-    dabove = run_levels_backward(boundaries, dh, launch, grad_states)
-    return dh, dv_new, dabove
+    run_levels_backward(boundaries, dh, launch)
+    return dh, dv_new
 
 
 # ---- linear attention with a decay for each head; H = HV ----
@@ -124,14 +122,9 @@ def decayed_states(
 
 
 def decayed_state_gradients(
-    q: Tensor,
-    do: Tensor,
-    g: Tensor,
-    boundaries: Boundaries,
-    dtype: torch.dtype,
-    grad_states: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the state after each chunk, and the result of `run_levels_backward`."""
+    q: Tensor, do: Tensor, g: Tensor, boundaries: Boundaries, dtype: torch.dtype
+) -> Tensor:
+    """Gradients of the state after each chunk."""
     from fla.ops.common.chunk_h import chunk_bwd_kernel_dh
 
     shapes = _shapes(q, do)
@@ -144,8 +137,8 @@ def decayed_state_gradients(
             **tensors, dht=final, dh0=initial, scale=1.0, **constants
         )
 
-    dabove = run_levels_backward(boundaries, dh, launch, grad_states)
-    return dh, dabove
+    run_levels_backward(boundaries, dh, launch)
+    return dh
 
 
 # ---- arguments of the kernels ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from functools import cache, partial
 
@@ -16,11 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 import flexvarlen as fv
 from flexvarlen.bench.suites.training.trainer import fresh_accelerate
 from flexvarlen.measure import watch_compilation
+from flexvarlen.recurrent import layer_functions
 from flexvarlen.reference.model import Float64, float64_model
 from flexvarlen.reference.recurrences import plain_recurrences
+from flexvarlen.trees.plan import plan_parts, segments_of
 from tests.contract_oracle import gradients_of
 from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.patches.forward.test_trees import samples
+from tests.recurrent import plain_fla
 from tests.tiny_models import VOCABULARY, lora, new_model, shared_model, texts_alone
 
 FAMILIES = (
@@ -104,6 +108,20 @@ def test_windows_shorter_and_longer_than_segments(window, max_tokens):
         assert_equal(gradients, expected.gradients, 1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document")
+def test_states_in_the_order_of_levels():
+    """A segment that goes on in other parts, after deeper ones of its own part."""
+    prompt, branches = [5, 6, 7, 8, 9], ([10, 11], [20, 21, 22])
+    ends = [[12, 13], [14, 15, 16]], [[x, *range(30, 52)] for x in (23, 24)]
+    texts = [[*prompt, *b, *end] for b, each in zip(branches, ends, strict=True) for end in each]
+    model, shared = new("mamba2", "sdpa"), fv.share_prefixes(texts)
+    (part, *_) = plan_parts(*segments_of(shared.layout), 25).roots
+    assert (part.segments, part.continued) == ((0, 1, 2, 3, 4), (0, 4))
+    expected, found = in_parts(model, shared, 1000), in_parts(model, shared, 25)
+    torch.testing.assert_close(found[0], expected[0], atol=0, rtol=1e-6)
+    assert_equal(found[1], expected[1], 1e-6)
+
+
 @pytest.mark.parametrize("family", ["qwen3_windows", "llama4_text"])
 def test_sdpa(family):
     model, shared = new(family, "sdpa"), fv.share_prefixes(samples())
@@ -155,7 +173,7 @@ def long_texts():
     return texts + [[*text[:-1], text[-2]] for text in texts[2:4]]
 
 
-def assert_parts_as_accurate(model, plain):
+def assert_parts_as_accurate(model, plain, sizes=(256, 100)):
     """The logits and gradients of a patched model in bf16, next to those of the plain one."""
     texts = long_texts()
     given = [(torch.tensor(text), 0) for text in texts]
@@ -165,15 +183,16 @@ def assert_parts_as_accurate(model, plain):
             exact = texts_alone(float64_model(plain), given)
     shared = fv.share_prefixes(texts, device="cuda")
     logits = baseline.logits.new_zeros(shared.layout.total_tokens, baseline.logits.shape[-1])
-    for max_tokens in (256, 100):
+    for max_tokens in sizes:
         model.zero_grad()
         for part in shared.parts(model, max_tokens):
             out = model(**part)
             out.loss.backward()
-            logits[part.tokens] = out.logits[0].detach()
+            logits[part.tokens] = out.logits[0, : len(part.tokens)].detach()
         found = torch.cat(shared.unfold(logits))
         assert_as_accurate(found, exact.logits, baseline.logits, 2, "logits")
-        assert_gradients_as_accurate(gradients_of(model), exact.gradients, baseline.gradients)
+        gradients = {name.removeprefix("_orig_mod."): x for name, x in gradients_of(model).items()}
+        assert_gradients_as_accurate(gradients, exact.gradients, baseline.gradients)
 
 
 @pytest.mark.gpu
@@ -292,10 +311,6 @@ def test_what_does_not_run_in_parts_raises(monkeypatch):
     for parts in (shared.parts, partial(fv.tree_logprobs, shared=shared)):
         with pytest.raises(NotImplementedError, match="cannot train in parts inside DDP's forward"):
             parts(new("llama", "sdpa"), max_tokens=25)
-    monkeypatch.undo()
-    compiled = torch.compile(new("lfm2", "sdpa"), backend="eager")
-    with pytest.raises(NotImplementedError, match=r"parts with torch\.compile of recurrent layers"):
-        next(shared.parts(compiled, 25))
 
 
 @pytest.mark.parametrize("draws", ["dropout", "noise"])
@@ -382,10 +397,14 @@ def trees():
 
 @pytest.mark.parametrize(
     ("family", "backend"),
-    [("qwen3_windows", "sdpa"), pytest.param("qwen3_windows", "reference", marks=pytest.mark.slow)],
+    [
+        ("qwen3_windows", "sdpa"),
+        ("lfm2", "sdpa"),
+        pytest.param("qwen3_windows", "reference", marks=pytest.mark.slow),
+    ],
 )
 def test_one_graph_for_all_parts(family, backend):
-    """One with gradients and one without, which raise as eager parts do."""
+    """One with gradients and one without, which raise as eager parts do; also of convolutions."""
     torch._dynamo.reset()
     model = new(family, backend)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -409,6 +428,87 @@ def test_one_graph_for_all_parts(family, backend):
         loss.backward()
     with pytest.raises(Unsupported, match="a compiled graph must get parts of one size, got one"):
         compiled(**next(shared.parts(model, 64)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
+def test_a_scan_in_plain_torch_breaks_the_graph(family):
+    """As in whole rows; other trees compile nothing again."""
+    torch._dynamo.reset()
+    model = new(family, "sdpa")
+    compiled = torch.compile(model, backend="aot_eager")
+    in_parts(compiled, trees()[0], 64)
+    with watch_compilation() as stats:
+        for shared in trees():
+            found, expected = in_parts(compiled, shared, 64), in_parts(model, shared, 64)
+            torch.testing.assert_close(found[0], expected[0], atol=0, rtol=1e-12)
+            gradients = {name.removeprefix("_orig_mod."): x for name, x in found[1].items()}
+            assert_equal(gradients, expected[1], 1e-6)  # norms are in float32
+    assert stats.compilations == 0
+
+
+def test_one_graph_of_fla_operators(monkeypatch):
+    """Their states are in float32, and so is the loss."""
+    plain_fla.run_on_the_cpu(monkeypatch)
+    torch._dynamo.reset()
+    model = new("mamba2", "sdpa")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with watch_compilation() as stats:
+        for shared in trees():
+            found, expected = in_parts(compiled, shared, 64), in_parts(model, shared, 64)
+            torch.testing.assert_close(found[0], expected[0], atol=0, rtol=1e-6)
+            gradients = {name.removeprefix("_orig_mod."): x for name, x in found[1].items()}
+            assert_equal(gradients, expected[1], 1e-5)
+    assert (stats.compilations, stats.graph_breaks) == (2, 0)
+
+
+@pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document")
+@pytest.mark.parametrize("changes", [False, True])
+def test_fla_operators(changes, monkeypatch):
+    """Those of each sample alone, also if plain torch runs some of the parts."""
+    plain_fla.run_on_the_cpu(monkeypatch)
+    if changes:
+        answers = itertools.cycle([None, None, None, "a test"])
+        monkeypatch.setattr(layer_functions, "why_wrong", lambda *_: next(answers))
+    loss, gradients, _ = in_parts(new("mamba2", "sdpa"), fv.share_prefixes(samples()), 25)
+    torch.testing.assert_close(loss.double(), alone("mamba2").loss.detach(), atol=0, rtol=1e-6)
+    assert_equal(gradients, alone("mamba2").gradients, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error:flexvarlen. recurrent layers run")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "lfm2"])
+def test_one_graph_of_recurrent_layers_in_bf16(family):
+    if family != "lfm2":
+        pytest.importorskip("fla")
+    torch._dynamo.reset()
+    model = new_model(family, head_dim=64).to("cuda", torch.bfloat16).train()
+    plain = new_model(family, head_dim=64).to("cuda", torch.bfloat16)
+    compiled = torch.compile(fv.patch_model(model, "auto"), fullgraph=True)
+    in_parts(model, fv.share_prefixes(long_texts(), device="cuda"), 256)  # checks the kernels
+    assert_parts_as_accurate(compiled, plain, sizes=[256])
+    few = fv.share_prefixes(long_texts()[:5], device="cuda", capacity=16, max_depth=4)
+    other = fv.share_prefixes(long_texts()[3:], device="cuda", capacity=16, max_depth=4)
+    in_parts(compiled, few, 256)
+    with watch_compilation() as stats:
+        in_parts(compiled, other, 256)
+    assert (stats.compilations, stats.graph_breaks) == (0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document")
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "mamba2"])
+def test_another_scan_in_the_middle_of_a_loop(family, monkeypatch):
+    """All kernels store one state, so it does not matter which of them runs a part."""
+    pytest.importorskip("fla")
+    plain = new_model(family, head_dim=64).to("cuda", torch.bfloat16)
+    model = fv.patch_model(new_model(family, head_dim=64).to("cuda", torch.bfloat16), "auto")
+    calls = itertools.count()
+    monkeypatch.setattr(
+        layer_functions, "why_wrong", lambda *_: "a test" if next(calls) // 3 % 2 else None
+    )
+    assert_parts_as_accurate(model.train(), plain)
 
 
 @pytest.mark.slow
