@@ -6,8 +6,10 @@ part, an int64 tensor `[]` on the host, by which its operators find the part tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 ENDED = (
@@ -19,12 +21,12 @@ _RUNNING: dict[int, Any] = {}
 
 
 def begin_part(part: Any) -> None:
-    """Let operators find a `flexvarlen.trees.part.TreePart` by its number."""
+    """Let operators find a `flexvarlen.trees.part.TreePart` by its number, until `end_part`."""
     _RUNNING[int(part.number)] = part
 
 
 def end_part(part: Any) -> None:
-    """Let them find it no more."""
+    """End what `begin_part` began."""
     _RUNNING.pop(int(part.number), None)
 
 
@@ -38,3 +40,11 @@ def running_part(number: Tensor) -> Any:
     if found is None:
         raise RuntimeError(ENDED)
     return found
+
+
+def expects_backward(inputs: Sequence[Tensor]) -> bool:
+    """Whether the backward of a function with these inputs must run.
+
+    A reentrant checkpoint runs its forward without gradients; the backward runs it again.
+    """
+    return not torch.is_grad_enabled() or any(x.requires_grad for x in inputs)

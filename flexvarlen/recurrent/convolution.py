@@ -43,7 +43,7 @@ def causal_convolution(
             f"{WIDEST_CONVOLUTION}, got {weight.shape[1]}; give each rank whole rows and trees."
         )
     if documents.carry is not None:
-        x_TC = prepend_path(x_TC, documents.previous, documents.cu_seqlens, documents.carry)
+        x_TC = prepend_path(x_TC, documents.last_tokens, documents.carry)
     elif documents.links is not None:
         x_TC = prepend_tokens(x_TC, documents.links, documents.group)
     else:

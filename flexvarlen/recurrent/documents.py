@@ -65,6 +65,8 @@ class RecurrentDocuments:
         previous: int32 `[T]`, the previous token in each token's document, or on its path; -1 if
             there is none. With links or a part `[REACH + T]`, including the last tokens of the
             previous rank or of the path above.
+        last_tokens: of a part, the last tokens on the path of each slot, int32 `[N, REACH]`,
+            counted as in `previous`, -1 where there are fewer. Else `[0]`.
         next_tokens: for trees, the tokens whose convolution reads each token (see `_next_tokens`).
         padding: bool `[T]`, True at padding; None if the host knows that there is no padding.
         cu_seqlens: int32 `[N + 3]`: the boundaries, then T twice. Slot i holds the tokens from
@@ -118,10 +120,11 @@ class RecurrentDocuments:
         if segments is not None:
             self.tokens = by_level(segments, total_tokens)
             self.branches = Branches(segments.by_level.table[1], segments.by_level.levels)
-        tokens_before = 0
+        tokens_before, self.last_tokens = 0, starts.new_empty(0)
         if self.part is not None:
             tokens_before = REACH
             self.previous = _with_path_before(self.previous)
+            self.last_tokens = _last_tokens(starts[1:] + REACH, self.previous)
             if segments is None:
                 roots = torch.full_like(starts, -1)
                 levels = torch.tensor([0, len(starts) - 1], device="cpu")
@@ -193,6 +196,14 @@ def _with_path_before(previous: Tensor) -> Tensor:
     before = torch.arange(-1, REACH - 1, device=previous.device, dtype=torch.int32)
     own = torch.where(previous < 0, REACH - 1, previous + REACH)
     return torch.cat([before, own.to(torch.int32)])
+
+
+def _last_tokens(ends: Tensor, previous: Tensor) -> Tensor:
+    """The last tokens on the path of each slot, int32 `[N, REACH]`; see `RecurrentDocuments`."""
+    found = [ends - 1]
+    for _ in range(REACH - 1):
+        found.insert(0, torch.where(found[0] < 0, -1, previous[found[0].clamp(min=0)]))
+    return torch.stack(found, dim=1)
 
 
 def _chunk_indices(cu_seqlens: Tensor, total_tokens: int) -> Tensor:

@@ -20,13 +20,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flexvarlen.layout.row_split import BoundaryLinks
+from flexvarlen.layout.running_part import expects_backward
 from flexvarlen.recurrent import fla_kernels
 from flexvarlen.recurrent.adjacent_ranks import receive_state, send_state
 from flexvarlen.recurrent.convolution import causal_convolution
 from flexvarlen.recurrent.documents import RecurrentDocuments
 from flexvarlen.recurrent.fla_kernels.check import OPERATORS, why_wrong
 from flexvarlen.recurrent.fla_kernels.levels import Boundaries
-from flexvarlen.recurrent.tree_parts import expects_backward, load_state, store_states
+from flexvarlen.recurrent.tree_parts import load_state, store_states
 
 
 def convolve(

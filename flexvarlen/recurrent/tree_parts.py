@@ -13,14 +13,14 @@ Imports torch, never transformers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from flexvarlen.layout.launch_sizes import NOT_CAPTURED
-from flexvarlen.layout.running_part import running_part
+from flexvarlen.layout.running_part import expects_backward, running_part
 
 REACH = 3
 """Tokens before a rank or a part that a convolution may read."""
@@ -47,17 +47,17 @@ class PartOfTree(Protocol):
         *,
         dtype: torch.dtype | None = None,
         expects_backward: bool = False,
-        again: bool = False,
+        in_backward: bool = False,
     ) -> Tensor | None:
         """The state at the end of the path above the part; None at a root.
 
         Args:
             dtype: that the state must have, if any.
             expects_backward: whether the layer's backward must run.
-            again: whether this is the backward, which needs the state again.
+            in_backward: whether this is the backward, which needs the state again.
         """
 
-    def store_states(self, layer: int, name: str, states: Sequence[Tensor]) -> None:
+    def store_states(self, layer: int, name: str, states: Iterable[Tensor]) -> None:
         """Store the states of the `continued` segments, if other parts are to continue them."""
 
     def pop_gradients(self, layer: int, name: str) -> Sequence[Tensor | None]:
@@ -65,30 +65,6 @@ class PartOfTree(Protocol):
 
     def add_gradient(self, layer: int, name: str, gradient: Tensor) -> None:
         """Add a gradient of the state above the part, of which there may be none."""
-
-
-class _NoPart:
-    """A row that is no part of a tree."""
-
-    continued: Sequence[ContinuedSlot] = ()
-
-    def load_state(self, layer: int, name: str, **_: Any) -> None:
-        return None
-
-    def store_states(self, layer: int, name: str, states: Sequence[Tensor]) -> None:
-        pass
-
-    def pop_gradients(self, layer: int, name: str) -> Sequence[Tensor | None]:
-        return ()
-
-
-def part_of(number: Tensor | None) -> Any:
-    """The `PartOfTree` that runs, by its number; without one, a row that has no states of others.
-
-    Raises:
-        RuntimeError: its loop has ended, or is at another part.
-    """
-    return _NoPart() if number is None else running_part(number)
 
 
 class Carry(NamedTuple):
@@ -103,41 +79,28 @@ class Carry(NamedTuple):
     layer: int
 
 
-def expects_backward(inputs: Sequence[Tensor]) -> bool:
-    """Whether the backward of a function with these inputs must run.
-
-    A reentrant checkpoint runs its forward without gradients; the backward runs it again.
-    """
-    return not torch.is_grad_enabled() or any(x.requires_grad for x in inputs)
-
-
 # ---- the tokens before ----
 
 _CONVOLUTION = "convolution"
 
 
-def prepend_path(x_TC: Tensor, previous: Tensor, cu_seqlens: Tensor, carry: Carry) -> Tensor:
+def prepend_path(x_TC: Tensor, last_tokens: Tensor, carry: Carry) -> Tensor:
     """`[REACH + T, C]`: the last tokens of the path above the part, or zeros at a root; x.
 
     Args:
         x_TC: inputs of the convolution, `[T, C]`.
-        previous, cu_seqlens: as in `RecurrentDocuments`.
+        last_tokens: as in `RecurrentDocuments`.
 
     No sync; traces.
     """
-    place = carry.part.number, carry.layer, expects_backward([x_TC])
-    found: Tensor = _prepend_path(x_TC, previous, cu_seqlens, *place)
+    number, expects = carry.part.number, expects_backward([x_TC])
+    found: Tensor = _prepend_path(x_TC, last_tokens, number, carry.layer, expects)
     return found
 
 
 @torch.library.custom_op("flexvarlen::prepend_path", mutates_args=(), tags=NOT_CAPTURED)
 def _prepend_path(
-    x_TC: Tensor,
-    previous: Tensor,
-    cu_seqlens: Tensor,
-    number: Tensor,
-    layer: int,
-    expects_backward: bool,
+    x_TC: Tensor, last_tokens: Tensor, number: Tensor, layer: int, expects_backward: bool
 ) -> Tensor:
     part: PartOfTree = running_part(number)
     above = part.load_state(
@@ -145,36 +108,23 @@ def _prepend_path(
     )
     before = x_TC.new_zeros(REACH, x_TC.shape[1]) if above is None else above
     out = torch.cat([before, x_TC])
-    tails = _last_tokens(part, previous, cu_seqlens)
-    states = [out[index.clamp(min=0)].masked_fill(index[:, None] < 0, 0) for index in tails]
+    tails = (last_tokens[each.slot] for each in part.continued)
+    states = (out[index.clamp(min=0)].masked_fill(index[:, None] < 0, 0) for index in tails)
     part.store_states(layer, _CONVOLUTION, states)
     return out
 
 
 @torch.library.custom_op("flexvarlen::prepend_path_backward", mutates_args=(), tags=NOT_CAPTURED)
-def _prepend_path_backward(
-    grad: Tensor, previous: Tensor, cu_seqlens: Tensor, number: Tensor, layer: int
-) -> Tensor:
+def _prepend_path_backward(grad: Tensor, last_tokens: Tensor, number: Tensor, layer: int) -> Tensor:
     part: PartOfTree = running_part(number)
-    total = grad.clone(memory_format=torch.contiguous_format)
-    below = part.pop_gradients(layer, _CONVOLUTION)
-    for index, x in zip(_last_tokens(part, previous, cu_seqlens), below, strict=True):
+    wide = torch.promote_types(grad.dtype, torch.float32)  # segments can share their last tokens
+    total = grad.to(wide if part.continued else grad.dtype, copy=True)
+    for each, x in zip(part.continued, part.pop_gradients(layer, _CONVOLUTION), strict=True):
         if x is not None:  # each token is in an index once; what is added for the others is 0
-            x = x.masked_fill(index[:, None] < 0, 0).to(total.dtype)
-            total.index_add_(0, index.clamp(min=0), x)
+            index = last_tokens[each.slot]
+            total.index_add_(0, index.clamp(min=0), x.masked_fill(index[:, None] < 0, 0).to(wide))
     part.add_gradient(layer, _CONVOLUTION, total[:REACH])
-    return total[REACH:].clone()
-
-
-def _last_tokens(part: PartOfTree, previous: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
-    """Of each continued segment, the last REACH tokens on its path, -1 if there are fewer."""
-    found = []
-    for each in part.continued:
-        tail = [REACH + cu_seqlens[each.slot + 1] - 1]
-        for _ in range(REACH - 1):
-            tail.insert(0, torch.where(tail[0] < 0, -1, previous[tail[0].clamp(min=0)]))
-        found.append(torch.stack(tail))
-    return found
+    return total[REACH:].to(grad.dtype, copy=True)
 
 
 @_prepend_path.register_fake
@@ -193,7 +143,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return _prepend_path_backward(grad, *ctx.saved_tensors, ctx.layer), *[None] * 5
+    return _prepend_path_backward(grad, *ctx.saved_tensors, ctx.layer), *[None] * 4
 
 
 _prepend_path.register_autograd(_gradients, setup_context=_keep)

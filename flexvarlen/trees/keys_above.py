@@ -17,7 +17,7 @@ from flexvarlen.layout.boundaries import is_traced
 from flexvarlen.layout.launch_sizes import NOT_CAPTURED
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.row_split import Attend
-from flexvarlen.layout.running_part import running_part
+from flexvarlen.layout.running_part import expects_backward, running_part
 from flexvarlen.layout.segments import Segments
 
 WITHOUT_INDEX = (
@@ -92,9 +92,7 @@ class KeysOfPart(NamedTuple):
         """
         if layer is None:
             raise NotImplementedError(WITHOUT_INDEX)
-        # A reentrant checkpoint runs its forward without gradients; the backward runs it again.
-        expects_backward = not torch.is_grad_enabled() or k.requires_grad or v.requires_grad
-        given = self.number, layer, self.keys_above, self.window, expects_backward
+        given = self.number, layer, self.keys_above, self.window, expects_backward([k, v])
         k, v = _WithKeysAbove.apply(k, v, *given)  # type: ignore[no-untyped-call]
         return attend(q, k, v, sinks)
 
@@ -102,14 +100,16 @@ class KeysOfPart(NamedTuple):
 def last_keys(layout_k: PackedLayout, dropped: int) -> PackedLayout:
     """The layout of a part's keys without the first `dropped`; positions still count from the root.
 
-    Lengths are no longer known on the host. No sync; traces under `fullgraph=True`.
+    Lengths are no longer known on the host, which no kernel for windows in trees needs. No sync;
+    traces under `fullgraph=True`.
     """
     tokens, segments = layout_k.total_tokens - dropped, layout_k.segments
     if segments is not None:
         starts, ends, offsets, depths = segments.table
         cut = (dropped - starts).clamp(min=0)  # from the start of a segment
         rows = [starts - dropped + cut, (ends - dropped).clamp(min=0), offsets + cut, depths]
-        segments = Segments(torch.stack(rows), (), (), segments.max_depth, segments.by_level)
+        by_level = segments.by_level  # of the whole row; only recurrent layers read it, of queries
+        segments = Segments(torch.stack(rows), (), (), segments.max_depth, by_level)
     return PackedLayout(
         (layout_k.cu_seqlens - dropped).clamp(min=0),
         cu_seqlens_host=None,

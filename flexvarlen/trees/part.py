@@ -1,13 +1,13 @@
 """`TreePart`: the `shard` of a part's layout. It gives layers the keys and states above it.
 
-Shapes: T = tokens of the part, P = tokens above it, K = keys above it: P, or in a padded part
-more, but of a layer with a window only the last; H, Hkv = heads of queries and of keys, D =
-head_dim.
+Shapes: T = tokens of the part, P = tokens above it; K = keys above it that a layer gets: P, in a
+padded part more, of a layer with a window only the last ones; H, Hkv = heads of queries and of
+keys, D = head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -107,7 +107,7 @@ class TreePart:
             raise ValueError(NOT_PADDED)
         if window is None or chunk is not None:
             return KeysOfPart(self.number, self.layout_k, self.keys_above)
-        # One more than the first query sees: kernels like multiples of powers of two.
+        # The first query sees window - 1; one more keeps sizes multiples of powers of two.
         layout_k, keys_above = self.layout_k, min(self.keys_above, window)
         if layout_k is not None and keys_above < self.keys_above:
             layout_k = last_keys(layout_k, self.keys_above - keys_above)
@@ -203,7 +203,7 @@ class TreePart:
         *,
         dtype: torch.dtype | None = None,
         expects_backward: bool = False,
-        again: bool = False,
+        in_backward: bool = False,
     ) -> Tensor | None:
         """The state at the end of the path, as it was stored; None at the root.
 
@@ -213,20 +213,20 @@ class TreePart:
             dtype: of the layer, if the state has that of the layer.
             expects_backward: whether the inputs of the layer require gradients, or a reentrant
                 checkpoint hides that they do.
-            again: whether this is the backward, which needs the state again.
+            in_backward: whether this is the backward, which needs the state again.
 
         Raises:
             ValueError: the state has another dtype.
         """
         key = layer, name
-        if not again:
+        if not in_backward:
             self.states.enter(key, expects_backward=self.needs_grad and expects_backward)
         if not self.path:
             return None
         (state,) = self.states.stored(key, self.path[-1], dtype)
         return state
 
-    def store_states(self, layer: int, name: str, states: Sequence[Tensor]) -> None:
+    def store_states(self, layer: int, name: str, states: Iterable[Tensor]) -> None:
         """Store the states of the `continued` segments, if other parts are to continue them."""
         if self.stores_states:
             for each, state in zip(self.continued, states, strict=True):

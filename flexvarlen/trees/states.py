@@ -15,9 +15,9 @@ LayerState = tuple[int, str]
 Tensors = tuple[Tensor, ...]
 
 SECOND_FORWARD = (
-    "a part of a tree must run once, in a model whose layers have indices of their own, got a "
-    "second forward of layer {layer}; run another model, or this one without adapters, in a loop "
-    "of its own over shared.parts(model, max_tokens)."
+    "a part of a tree must run once, in a model whose layers have indices of their own and at most "
+    "one convolution and one scan each, got a second forward of layer {layer}; run another model, "
+    "or this one without adapters, in a loop of its own over shared.parts(model, max_tokens)."
 )
 OTHER_DTYPE = (
     "all parts of a tree must run in one dtype, got keys or states in {dtype} below some in "
@@ -125,6 +125,7 @@ class PartStates:
     def _end_part(self) -> None:
         if self._part is not None:
             end_part(self._part)
+        self._part = None
 
     def ran_backward(self, key: LayerState) -> None:
         """Note a layer's backward.

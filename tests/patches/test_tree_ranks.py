@@ -67,7 +67,10 @@ def test_other_trees_on_each_rank(ranks, wrapper, loop):
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("family", with_slow(["qwen3_5_text", "qwen3_moe"], ["qwen3_moe"]))
+@pytest.mark.parametrize(
+    "family",
+    with_slow(["qwen3_5_text", "qwen3_moe", "qwen3_windows"], ["qwen3_moe", "qwen3_windows"]),
+)
 def test_families(ranks, family, wrapper):
     for each in ranks.run(cases.learned, family, wrapper, "plain loop"):
         assert_learned(each, alone(family, 2))

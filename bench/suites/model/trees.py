@@ -223,7 +223,7 @@ def _parts_page_table(records: Sequence[Record]) -> Table:
 
     def tokens(name: str, tree: Mapping[str, Record]) -> str:
         found = (r.measures[name] for r in tree.values() if name in r.measures)
-        return shown(next(found, None), ",")
+        return shown(next(found, None), ",.0f")
 
     trees = [{r.case["variant"]: r for r in own} for own in grouped(records, "levels").values()]
     columns = [

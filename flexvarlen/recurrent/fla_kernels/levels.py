@@ -18,7 +18,7 @@ Shapes: HV = heads of values; K, V = head_dim of keys and of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.row_split import BoundaryLinks
+from flexvarlen.layout.running_part import running_part
 from flexvarlen.recurrent.adjacent_ranks import receive, send
 from flexvarlen.recurrent.documents import CHUNK, RecurrentDocuments
-from flexvarlen.recurrent.tree_parts import SCAN, ContinuedSlot, part_of
+from flexvarlen.recurrent.tree_parts import SCAN, PartOfTree
 
 
 class Boundaries(NamedTuple):
@@ -61,6 +62,11 @@ class Boundaries(NamedTuple):
         found = cls(*of_row, parents, levels, links=documents.links, group=documents.group)
         carry = documents.carry
         return found if carry is None else found._replace(part=carry.part.number, layer=carry.layer)
+
+    def running_part(self) -> PartOfTree | None:
+        """The part of a tree that the row is, if it is one."""
+        found: PartOfTree | None = None if self.part is None else running_part(self.part)
+        return found
 
     @property
     def pass_states(self) -> bool:
@@ -97,9 +103,9 @@ class Level(NamedTuple):
         """The number of slots, n."""
         return len(self.cu_seqlens) - 1
 
-    def of(self, continued: Sequence[ContinuedSlot]) -> list[int]:
+    def of(self, slots: Iterable[int]) -> list[int]:
         """Those of the level among some slots."""
-        return [x.slot for x in continued if 0 <= x.slot - self.first < self.slots]
+        return [slot for slot in slots if 0 <= slot - self.first < self.slots]
 
 
 LaunchLevel = Callable[[Level, Tensor | None, Tensor | None], None]
@@ -164,13 +170,12 @@ def run_levels_forward(
         return received
     levels, others = _levels(boundaries)
     final = like.new_empty(0)
-    part, layer = part_of(boundaries.part), boundaries.layer
-    above = part.load_state(
-        layer,
-        SCAN,
-        expects_backward=boundaries.expects_backward,
-        again=received is not None,
-    )
+    part, layer = boundaries.running_part(), boundaries.layer
+    above, continued = None, list[int]()
+    if part is not None:
+        continued, in_backward = [x.slot for x in part.continued], received is not None
+        expects = boundaries.expects_backward
+        above = part.load_state(layer, SCAN, expects_backward=expects, in_backward=in_backward)
     kept: dict[int, Tensor] = {}
     for level in levels:
         if level.parents is not None:
@@ -181,10 +186,10 @@ def run_levels_forward(
                 initial += above
         final = torch.empty_like(initial)
         launch(level, initial, final)
-        kept |= {slot: final[slot - level.first] for slot in level.of(part.continued)}
+        kept |= {slot: final[slot - level.first] for slot in level.of(continued)}
     _run_others(boundaries, others, like, launch)
-    if received is None:
-        part.store_states(layer, SCAN, [kept[each.slot] for each in part.continued])
+    if part is not None and received is None:
+        part.store_states(layer, SCAN, (kept[slot] for slot in continued))
     return like.new_empty(0, dtype=torch.float32)
 
 
@@ -195,18 +200,19 @@ def run_levels_backward(boundaries: Boundaries, like: Tensor, launch: LaunchLeve
         return
     levels, others = _levels(boundaries)
     grads, parents = like.new_empty(0), None
-    part, layer = part_of(boundaries.part), boundaries.layer
-    of_slots = zip(part.continued, part.pop_gradients(layer, SCAN), strict=True)
-    below = {each.slot: x for each, x in of_slots if x is not None}
+    part, layer = boundaries.running_part(), boundaries.layer
+    below: dict[int, Tensor] = {}
+    if part is not None:
+        of_slots = zip(part.continued, part.pop_gradients(layer, SCAN), strict=True)
+        below = {each.slot: x for each, x in of_slots if x is not None}
     for level in reversed(levels):
         final = _zeros(level, like) if parents is None else _summed(grads, parents, level.slots)
-        for slot in level.of(part.continued):
-            if slot in below:
-                final[slot - level.first] += below[slot]
+        for slot in level.of(below):
+            final[slot - level.first] += below[slot]
         grads, parents = torch.empty_like(final), level.parents
         launch(level, final, grads)
     _run_others(boundaries, others, like, launch)
-    if boundaries.part is not None:
+    if part is not None:
         part.add_gradient(layer, SCAN, grads.sum(0))
 
 
