@@ -32,9 +32,9 @@ def row_cost(model: nn.Module, *, attention_speed: float = 1.0) -> RowCost:
         model: a transformers model, patched or not, also inside wrappers, with weights or on the
             meta device.
         attention_speed: FLOP/s of attention relative to those of the other layers. On an H200 with
-            head_dim 128 it is about 1 in compiled models with FA3, 0.6 with FA2 or FlexAttention,
-            and 1.4 in eager models with FA3 or FA4 (from bench/results: packings-qwen3-1.7b-h200,
-            model-h200).
+            head_dim 128, compiled models have about 1 with FA3, 0.7 with FlexAttention and 0.6 with
+            FA2 (bench/results/packings-qwen3-1.7b-h200.jsonl), and eager ones with FA3 or FA4 1.4
+            (model-h200.jsonl).
 
     Returns:
         A `RowCost`, in FLOPs.

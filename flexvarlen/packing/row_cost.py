@@ -71,8 +71,8 @@ class RowCost:
         listed = [list(row) for row in rows]
         owners = np.repeat(np.arange(len(listed)), [len(row) for row in listed])
         lengths = np.array([n for row in listed for n in row], np.int64)
-        costs: Costs = np.bincount(owners, self.of_documents(lengths), len(listed))
-        return costs
+        costs = np.bincount(owners, self.of_documents(lengths), len(listed))
+        return costs.astype(np.float64)
 
 
 SQUARES = RowCost(per_token=0.0, per_pair={MaskSpec.of(causal=False): 1.0})

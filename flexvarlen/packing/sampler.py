@@ -17,7 +17,7 @@ from flexvarlen.packing.loader_pass import LoaderPass, current_pass
 from flexvarlen.packing.row_cost import RowCost, cost_or_squares
 
 WINDOW = 64
-"""Steps whose rows are sorted together."""
+"""Fewest steps whose rows are sorted together."""
 
 
 def balanced_steps(
@@ -33,11 +33,14 @@ def balanced_steps(
         costs: of each row.
         order: indices of rows; a multiple of `size`.
         size: number of rows in a step.
-        window: number of steps whose rows are sorted together.
+        window: fewest steps whose rows are sorted together: in a small window the longest rows have
+            no equals.
         generator: shuffles the steps of a window, and the rows of a step.
     """
     found: list[list[int]] = []
-    for rows in np.split(order, range(window * size, order.size, window * size)):
+    in_steps = order.reshape(-1, size)
+    for steps in np.array_split(in_steps, max(len(in_steps) // window, 1)):
+        rows = steps.ravel()
         by_cost = rows[costs[rows].argsort(kind="stable")].reshape(-1, size)
         found += generator.permuted(generator.permutation(by_cost), axis=1).tolist()
     return found
@@ -58,7 +61,8 @@ class BalancedSampler(Sampler[int]):
         rank: yield only this rank's rows. None: yield all rows, step by step, for accelerate,
             which distributes batches of one row to the ranks in turn.
         seed: random seed, combined with the epoch; at least 0.
-        window: rows per rank to sort together; a larger window balances better, but shuffles less.
+        window: rows per rank to sort together, at least, if there are so many; a larger window
+            balances better, but shuffles less.
         drop_last: whether to drop an incomplete last step; otherwise rows are repeated to fill it.
 
     Raises:
