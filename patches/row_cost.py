@@ -79,7 +79,7 @@ def _flops(module: nn.Module, config: Any) -> float:
         return _per_weight(module.weight) * module.in_features * module.out_features
     matrices = [x for x in module._parameters.values() if x is not None and x.ndim > 1]
     total = sum(_per_weight(matrix) * matrix.numel() for matrix in matrices)
-    is_convolution = isinstance(module, nn.modules.conv._ConvNd)
+    is_convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     experts = next((x.shape[0] for x in matrices if x.ndim == 3), None)
     if experts is None or is_convolution:
         return float(total)
