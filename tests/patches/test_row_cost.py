@@ -38,8 +38,8 @@ def products(model):
     return sum(flops for name, flops in counts if str(name) in ("aten.mm", "aten.addmm"))
 
 
-# Each family counts by the same rules: those of FAMILIES hold them. transformers runs all experts of
-# Llama 4 for each token.
+# Each family counts by the same rules, which those of FAMILIES hold. transformers runs all experts
+# of Llama 4 for each token.
 OTHERS = {*BY_TYPE} - {*FAMILIES, "llama4_text"}
 
 
