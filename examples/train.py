@@ -177,7 +177,8 @@ def main(
         row = collate_row(documents)
         return fv.shard_batch(row, rank, context_parallel, **options) if sharing else row
 
-    sampler = fv.BalancedSampler(lengths, num_replicas=groups, seed=seed)
+    cost = fv.row_cost(network)
+    sampler = fv.BalancedSampler(lengths, num_replicas=groups, cost=cost, seed=seed)
     loader = DataLoader(rows, sampler=sampler, collate_fn=collate, pin_memory=on_gpu)
     weights = network.parameters()
     optimizer = torch.optim.AdamW(weights, learning_rate, betas=(0.9, 0.95), fused=on_gpu)
@@ -196,7 +197,7 @@ def main(
         file.write_text("".join(x for x in lines if json.loads(x)["step"] <= progress["step"]))
     accelerator.print(
         f"{len(rows)} rows, {sum(map(sum, lengths)) / len(rows) / tokens:.1%} full; a step waits "
-        f"{sampler.imbalance() - 1:.1%} for its slowest rank's attention; {steps} steps"
+        f"{sampler.imbalance() - 1:.1%} for its slowest rank; {steps} steps"
     )
 
     network.train()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         BalancedSampler,
         PackedCollator,
         PackedDataset,
+        RowCost,
         StreamPacker,
         conversation_samples,
         pack,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
     from flexvarlen.patches.isolation.verify import verify_isolation
     from flexvarlen.patches.lm_head import lm_head
+    from flexvarlen.patches.row_cost import row_cost
     from flexvarlen.patches.trainers import patch_trainer
     from flexvarlen.patches.tree_logprobs import tree_logprobs
     from flexvarlen.verify.compare.compare import compare
@@ -63,6 +65,7 @@ __all__ = [
     "PackedCollator",
     "PackedDataset",
     "PackedLayout",
+    "RowCost",
     "SharedPrefixes",
     "StreamPacker",
     "TreeCollator",
@@ -82,6 +85,7 @@ __all__ = [
     "patch_trainer",
     "patched",
     "pool",
+    "row_cost",
     "shard_batch",
     "shard_options",
     "shard_row",
@@ -112,6 +116,7 @@ _HOMES = {
         "BalancedSampler",
         "PackedCollator",
         "PackedDataset",
+        "RowCost",
         "StreamPacker",
         "conversation_samples",
         "pack",
@@ -125,6 +130,7 @@ _HOMES = {
     "patches.isolation.report": ("IsolationError", "IsolationReport"),
     "patches.isolation.verify": ("verify_isolation",),
     "patches.lm_head": ("lm_head",),
+    "patches.row_cost": ("row_cost",),
     "patches.trainers": ("patch_trainer",),
     "patches.tree_logprobs": ("tree_logprobs",),
     "patches.api": ("is_patched", "patch_model", "patched", "shard_options", "unpatch_model"),

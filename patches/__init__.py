@@ -9,6 +9,7 @@
 | `trainer_callback.py` | every Trainer's check of a batch's model and loader; a dataset's epoch |
 | `tree_trainer.py` | one tree for each optimizer step of TRL's trainers |
 | `tree_logprobs.py` | `tree_logprobs`: of a tree's labels, for any loss, in parts |
+| `row_cost.py` | `row_cost`: the FLOPs of a training step, by token and by pair in attention |
 | `lm_head.py` | `lm_head`: a model's head as a function of hidden states |
 | `api.py` | `patch_model`, `unpatch_model`, `patched` |
 | `apply.py` | applies a patch to a model, and undoes it |

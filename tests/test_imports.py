@@ -37,6 +37,7 @@ ORDER = (
     "patches.embed_rows",
     "patches.embedding_settings",
     "patches.lm_head",
+    "patches.row_cost",
     "patches.trainer_callback",
     "patches.api",
     "patches.apply",

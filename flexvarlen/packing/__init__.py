@@ -17,7 +17,8 @@
 | `images.py` | the columns of images and videos: read, checked, joined |
 | `rope_index.py` | positions of images' tokens, by a model's `get_rope_index` |
 | `tree_images.py` | images that samples share |
-| `sampler.py` | `BalancedSampler` shuffles rows so that attention cost is balanced over ranks |
+| `row_cost.py` | `RowCost`: what documents cost a model, by token and by pair in attention |
+| `sampler.py` | `BalancedSampler` shuffles rows so that ranks have equal work |
 | `loader_pass.py` | the state of accelerate's data loader that the sampler and the collators need |
 """
 
@@ -25,6 +26,7 @@ from flexvarlen.packing.chat import conversation_samples, tokenize_chat
 from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.packing.dataset import PackedDataset
 from flexvarlen.packing.pack import efficiency, pack, split_long
+from flexvarlen.packing.row_cost import RowCost
 from flexvarlen.packing.sampler import BalancedSampler
 from flexvarlen.packing.stream import StreamPacker
 from flexvarlen.parallel.pieces import Piece
@@ -34,6 +36,7 @@ __all__ = [
     "PackedCollator",
     "PackedDataset",
     "Piece",
+    "RowCost",
     "StreamPacker",
     "conversation_samples",
     "efficiency",

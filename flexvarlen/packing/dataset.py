@@ -25,6 +25,7 @@ from flexvarlen.packing.examples import (
     require_sequence,
 )
 from flexvarlen.packing.pack import Strategy, pack
+from flexvarlen.packing.row_cost import RowCost, cost_or_squares
 from flexvarlen.packing.sampler import WINDOW, balanced_steps
 
 
@@ -58,10 +59,10 @@ class PackedDataset(Dataset[list[Columns]]):
         next_token_labels: whether given labels are next-token labels; None: True unless a label of
             the dataset differs from its token. If True, a piece's first token has no label.
         rows_per_step: number of rows that all ranks together take at a time: ranks times batch
-            size. Rows then come in a new order in each epoch, in which attention costs about the
-            same for all rows of a step, so that no rank waits for another. The loader must not
-            shuffle them: in Trainer, set `train_sampling_strategy="sequential"`. None: rows keep
-            their order.
+            size. Rows then come in a new order in each epoch, in which all rows of a step cost
+            about the same, so that no rank waits for another. The loader must not shuffle them: in
+            Trainer, set `train_sampling_strategy="sequential"`. None: rows keep their order.
+        cost: with `rows_per_step`, what a row costs the model, as in `BalancedSampler`.
         max_patches: the most patches of images and videos in a row, for Qwen's models; for others
             the most images, or tiles where images are cut into tiles. None: any number.
 
@@ -99,6 +100,7 @@ class PackedDataset(Dataset[list[Columns]]):
         extra: Collection[str] = (),
         next_token_labels: bool | None = None,
         rows_per_step: int | None = None,
+        cost: RowCost | None = None,
         max_patches: int | None = None,
     ) -> None:
         self.limits = RowLimits.of(tokens, max_patches, long)
@@ -110,7 +112,7 @@ class PackedDataset(Dataset[list[Columns]]):
                     f"rows_per_step must be None if seed is, got {rows_per_step}; pass a seed, by "
                     "which rows are shuffled."
                 )
-        self.rows_per_step = rows_per_step
+        self.rows_per_step, self.cost = rows_per_step, cost_or_squares(cost)
         pack([], self.limits.tokens, strategy=strategy)  # validates the strategy
         check_options(extra, next_token_labels)
         require_sequence(dataset)
@@ -193,8 +195,8 @@ class PackedDataset(Dataset[list[Columns]]):
         generator = np.random.default_rng([self.seed, epoch, 1])
         order = generator.permutation(len(self))
         whole = order.size - order.size % self.rows_per_step
-        squares = (self._stops - self._starts)[self._plan].astype(np.float64) ** 2
-        costs = np.add.reduceat(squares, self._ends[:-1])
+        lengths = (self._stops - self._starts)[self._plan].astype(np.int64)
+        costs = np.add.reduceat(self.cost.of_documents(lengths), self._ends[:-1])
         steps = balanced_steps(costs, order[:whole], self.rows_per_step, WINDOW, generator)
         return np.append(np.array(steps, np.int64).ravel(), order[whole:])
 

@@ -1,4 +1,4 @@
-"""`BalancedSampler`: shuffles rows so that the attention cost of each step is balanced."""
+"""`BalancedSampler`: shuffles rows so that the ranks of each step have equal work."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch.utils.data import Sampler
 
 from flexvarlen.layout.arguments import integers, require_int_at_least
 from flexvarlen.packing.loader_pass import LoaderPass, current_pass
+from flexvarlen.packing.row_cost import RowCost, cost_or_squares
 
 WINDOW = 64
-"""Steps whose rows are sorted together."""
+"""Fewest steps whose rows are sorted together."""
 
 
 def balanced_steps(
@@ -29,38 +30,43 @@ def balanced_steps(
     """Cut shuffled rows into steps of `size` rows, of about equal cost within each step.
 
     Args:
-        costs: attention cost of each row.
+        costs: of each row.
         order: indices of rows; a multiple of `size`.
         size: number of rows in a step.
-        window: number of steps whose rows are sorted together.
+        window: fewest steps whose rows are sorted together: in a small window the longest rows have
+            no equals.
         generator: shuffles the steps of a window, and the rows of a step.
     """
     found: list[list[int]] = []
-    for rows in np.split(order, range(window * size, order.size, window * size)):
+    in_steps = order.reshape(-1, size)
+    for steps in np.array_split(in_steps, max(len(in_steps) // window, 1)):
+        rows = steps.ravel()
         by_cost = rows[costs[rows].argsort(kind="stable")].reshape(-1, size)
         found += generator.permuted(generator.permutation(by_cost), axis=1).tolist()
     return found
 
 
 class BalancedSampler(Sampler[int]):
-    """Shuffles rows so that the rows of a step, one per rank, have about equal attention cost.
+    """Shuffles rows so that the rows of a step, one per rank, cost about the same.
 
-    Rows of equal length differ only in the cost of attention, which grows with the sum of squared
-    document lengths; a step takes as long as its slowest rank. The rows are shuffled, then sorted
-    by cost within each `window`. Consecutive rows form a step and are assigned to ranks in random
-    order, and the steps of a window are shuffled.
+    A step takes as long as its slowest rank. The rows are shuffled, then sorted by cost within each
+    `window`. Consecutive rows form a step and are assigned to ranks in random order, and the steps
+    of a window are shuffled.
 
     Args:
         rows: for each row, the lengths of its documents in tokens.
         num_replicas: number of ranks.
+        cost: what a row costs the model, `fv.row_cost(model)`. None: the sum of its documents'
+            squared lengths, by which full attention grows, for rows of equally many tokens.
         rank: yield only this rank's rows. None: yield all rows, step by step, for accelerate,
             which distributes batches of one row to the ranks in turn.
         seed: random seed, combined with the epoch; at least 0.
-        window: rows per rank to sort together; a larger window balances better, but shuffles less.
+        window: rows per rank to sort together, at least, if there are so many; a larger window
+            balances better, but shuffles less.
         drop_last: whether to drop an incomplete last step; otherwise rows are repeated to fill it.
 
     Raises:
-        ValueError: there are too few rows, or a rank or number is invalid.
+        ValueError: there are too few rows, or an argument is invalid.
 
     For `Trainer`, pass `rows_per_step` to `PackedDataset` instead.
 
@@ -78,6 +84,7 @@ class BalancedSampler(Sampler[int]):
         *,
         num_replicas: int,
         rank: int | None = None,
+        cost: RowCost | None = None,
         seed: int = 0,
         window: int = WINDOW,
         drop_last: bool = False,
@@ -100,7 +107,7 @@ class BalancedSampler(Sampler[int]):
                 f"rows must fill a step of {num_replicas} ranks, got {len(rows)}; pass more rows."
             )
         lengths = (integers(f"rows[{i}]", row) for i, row in enumerate(rows))
-        self.costs = np.array([sum(n**2 for n in row) for row in lengths], np.float64)
+        self.costs = cost_or_squares(cost).of_rows(lengths)
         self.num_replicas, self.rank, self.seed = num_replicas, rank, seed
         self.window, self.drop_last = window, drop_last
         # The epoch, the rows yielded so far, and where this pass and the next one begin.
@@ -143,7 +150,7 @@ class BalancedSampler(Sampler[int]):
     def imbalance(self) -> float:
         """Return the maximum cost over ranks, summed over steps, relative to the mean over ranks.
 
-        1 is perfectly balanced; an attention-bound run is slower than optimal by this factor.
+        1 is perfectly balanced; steps are slower than that by this factor.
         """
         costs = self.costs[np.array(self.steps())]
         return float(costs.max(1).sum() / costs.mean(1).sum())

@@ -241,8 +241,17 @@ def kinds_in(tower: nn.Module, config: Any) -> tuple[LayerKind, ...]:
     Args:
         config: of the tower.
     """
+    return tuple(dict.fromkeys(kinds_of_layers(tower, config)))
+
+
+def kinds_of_layers(tower: nn.Module, config: Any) -> list[LayerKind]:
+    """The kind of each of a tower's attention layers, in order.
+
+    Args:
+        config: of the tower.
+    """
     heads: int = getattr(config, "num_attention_heads", 0) or getattr(config, "num_heads", 0)
-    kinds: dict[LayerKind, None] = {}
+    kinds: list[LayerKind] = []
     for layer in attention_layers(tower) if heads else ():
         # Gemma 4 has other head_dims and KV heads by layer type, which its config does not tell.
         groups: int | None = getattr(layer, "num_key_value_groups", None)
@@ -269,5 +278,5 @@ def kinds_in(tower: nn.Module, config: Any) -> tuple[LayerKind, ...]:
             softcap=getattr(layer, "attn_logit_softcapping", None),
             sinks="sinks" in layer._parameters,
         )
-        kinds[kind] = None
-    return tuple(kinds)
+        kinds.append(kind)
+    return kinds

@@ -59,12 +59,15 @@ def test_an_epoch_changes_the_documents_of_rows_alone(strategy):
     assert first_tokens(again) == seen[2]
 
 
-@pytest.mark.parametrize("size", [1, 4, 1000])
-def test_rows_of_a_step_cost_the_same(size):
+@pytest.mark.parametrize(
+    ("size", "cost"), [(1, None), (4, None), (1000, None), (4, fv.RowCost(per_token=1.0))]
+)
+def test_rows_of_a_step_cost_the_same(size, cost):
     rng = np.random.default_rng(3)
     docs = [[i * 100 + t for t in range(n)] for i, n in enumerate(rng.integers(2, 33, 400))]
-    plain = fv.PackedDataset(docs, 32, seed=5)
-    packed = fv.PackedDataset(docs, 32, seed=5, rows_per_step=size)
+    options = {"seed": 5, "strategy": "in_order" if cost else "best_fit_decreasing"}
+    plain = fv.PackedDataset(docs, 32, **options)
+    packed = fv.PackedDataset(docs, 32, rows_per_step=size, cost=cost, **options)
     orders = []
     for epoch in (0, 1, 2, 1):
         packed.set_epoch(epoch)
@@ -73,7 +76,8 @@ def test_rows_of_a_step_cost_the_same(size):
         assert sorted(orders[-1]) == sorted(first_tokens(plain))
         lengths = packed.row_lengths
         assert lengths == [[len(x["input_ids"]) for x in row] for row in packed]
-        costs = np.array([sum(n**2 for n in row) for row in lengths], float)
+        power = 1 if cost else 2
+        costs = np.array([sum(n**power for n in row) for row in lengths], float)
         steps = costs[: len(costs) - len(costs) % size].reshape(-1, size)
         assert size == 1000 or steps.max(1).sum() < 1.05 * steps.mean(1).sum()
         if size == 4:  # longer rows do not come first
@@ -152,6 +156,7 @@ LEARNED = GOOD | {"labels": [1, 2, 3]}
             {"rows_per_step": 2, "seed": None},
             "rows_per_step must be None if seed is, got 2",
         ),
+        ([GOOD], {"cost": 1.0}, "cost must be a RowCost, got 1.0; pass fv.row_cost"),
         ([GOOD], {"seed": -1}, "seed must be an integer of at least 0, got -1; "),
     ],
 )

@@ -54,6 +54,20 @@ def test_steps_cost_alike_where_shuffled_rows_do_not(rows):
     assert balanced.imbalance() < 1 + (shuffled.imbalance() - 1) / 10
 
 
+def test_steps_that_do_not_fill_a_window_are_sorted_with_others(rows):
+    some = rows[-9 * RANKS :]
+    assert sampler(some, window=5).imbalance() == sampler(some, window=9).imbalance()
+
+
+def test_rows_are_dealt_by_the_cost_that_is_given():
+    rows = [[6], [4, 4, 4], [6], [4, 4, 4]]  # of 36 and 48 squares, or of 6 and 12 tokens
+    dealt = fv.BalancedSampler(rows, num_replicas=2, cost=fv.RowCost(per_token=1.0))
+    assert dealt.costs.tolist() == [6, 12, 6, 12]
+    assert dealt.imbalance() == 1
+    with pytest.raises(ValueError, match="the state's rows must be"):
+        dealt.load_state_dict(fv.BalancedSampler(rows, num_replicas=2).state_dict())
+
+
 def test_imbalance_is_the_slowest_ranks_cost_over_the_mean():
     lone = fv.BalancedSampler([[4], [2, 2]], num_replicas=2)
     assert lone.imbalance() == pytest.approx(16 / 12)
@@ -132,6 +146,7 @@ def test_long_rows_of_small_integers_cost_most():
     [
         ({"num_replicas": 2, "seed": -1}, "seed must be an integer of at least 0, got -1"),
         ({"num_replicas": 2, "rank": 0.5}, "rank must be an integer"),
+        ({"num_replicas": 2, "cost": len}, r"cost must be a RowCost, got <.*; pass fv.row_cost"),
         ({"num_replicas": 2, "rows": [3, 4, 5]}, r"rows\[0\] must be a list or a 1D array"),
         ({"num_replicas": 2, "rows": [[3], ["4"]]}, r"rows\[1\] must be integers, got '4'"),
         ({"num_replicas": 2, "rows": 5}, "rows must be a list of rows, got 5"),

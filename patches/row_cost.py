@@ -1,0 +1,97 @@
+"""`row_cost`: the FLOPs of a training step of a model, by token and by pair in attention."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from torch import Tensor, nn
+
+from flexvarlen.mask.spec import MaskSpec
+from flexvarlen.packing.row_cost import RowCost
+from flexvarlen.patches.inner_model import transformers_model
+from flexvarlen.patches.models.layers import kinds_of_layers
+from flexvarlen.patches.parts import ModelParts
+
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+"""The names that configs give the number of experts of a token."""
+
+
+def row_cost(model: nn.Module, *, attention_speed: float = 1.0) -> RowCost:
+    """Return what a packed row costs a model, for `BalancedSampler` and `PackedDataset`.
+
+    Counted are the FLOPs of forward and backward: of matrix products, for each token, by the
+    parameters that it uses (of a layer of experts, those of its top k; of frozen ones, without the
+    gradient of the weights); and of attention, for each pair of a query and a key that it sees, by
+    kind of layer: full, with a window or chunks, causal or bidirectional. Recurrent layers count by
+    their parameters. Not counted are embeddings, norms, vision towers and padding, nor that
+    gradient checkpointing repeats the forward, which changes the ratio of both parts by 4%.
+
+    Args:
+        model: a transformers model, patched or not, also inside wrappers, with weights or on the
+            meta device.
+        attention_speed: FLOP/s of attention relative to those of the other layers. On an H200 with
+            head_dim 128, compiled models have about 1 with FA3, 0.7 with FlexAttention and 0.6 with
+            FA2 (bench/results/packings-qwen3-1.7b-h200.jsonl), and eager ones with FA3 or FA4 1.4
+            (model-h200.jsonl).
+
+    Returns:
+        A `RowCost`, in FLOPs.
+
+    Raises:
+        ValueError: there is no transformers model inside, or `attention_speed` is not positive.
+        NotImplementedError: the model's config does not say how many experts a token uses.
+
+    >>> import flexvarlen as fv
+    >>> from flexvarlen.verify.models import build_model
+    >>> cost = fv.row_cost(build_model("llama")[0])
+    >>> one_long, many_short = cost.of_rows([[8192], [512] * 16])
+    >>> bool(one_long > many_short)
+    True
+    """
+    if not 0 < attention_speed < math.inf:
+        raise ValueError(
+            f"attention_speed must be positive and finite, got {attention_speed!r}; pass 1.0 if it "
+            "is unknown."
+        )
+    inner = transformers_model(model)
+    parts = ModelParts.of(inner)
+    tower = parts.text_tower(inner)
+    per_pair: Counter[MaskSpec] = Counter()
+    for kind in kinds_of_layers(tower, parts.config):
+        # Two matrix products in the forward, and five in the backward, as FlashAttention counts.
+        per_pair[kind.spec] += 14 * kind.num_heads * kind.head_dim  # type: ignore[assignment]
+    head = {*inner.modules()} - {*parts.base(inner).modules()}
+    per_token = sum(_flops(part, parts.config) for part in [*tower.modules(), *head])
+    return RowCost(per_token, {mask: x / attention_speed for mask, x in per_pair.items()})
+
+
+def _flops(module: nn.Module, config: Any) -> float:
+    """FLOPs of a token in a module's own matrices, in forward and backward.
+
+    Raises:
+        NotImplementedError: the config does not say how many experts a token uses.
+    """
+    if isinstance(module, nn.Embedding):
+        return 0.0
+    if isinstance(module, nn.Linear):  # not its parameter's size, which quantization changes
+        return _per_weight(module.weight) * module.in_features * module.out_features
+    matrices = [x for x in module._parameters.values() if x is not None and x.ndim > 1]
+    total = sum(_per_weight(matrix) * matrix.numel() for matrix in matrices)
+    is_convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    experts = next((x.shape[0] for x in matrices if x.ndim == 3), None)
+    if experts is None or is_convolution:
+        return float(total)
+    top_k = next((k for name in _TOP_K if (k := getattr(config, name, None))), None)
+    if top_k is None:
+        raise NotImplementedError(
+            f"the config of {type(module).__name__} must say how many experts a token uses, got "
+            f"none of {', '.join(_TOP_K)}; make a RowCost of the model's FLOPs."
+        )
+    return float(total * top_k / experts)
+
+
+def _per_weight(weight: Tensor) -> int:
+    """FLOPs of a token for each number in a matrix: of outputs, and of gradients of both."""
+    return 6 if weight.requires_grad else 4
