@@ -68,13 +68,13 @@ class Part:
         self.continued = [SimpleNamespace(slot=slot) for slot in slots]
         self.loaded, self.stored, self.gradient = [], None, None
 
-    def load_state(self, layer, name, *, expects_backward, again):
-        self.loaded.append(((layer, name), expects_backward and not again, again))
+    def load_state(self, layer, name, *, expects_backward, in_backward):
+        self.loaded.append(((layer, name), expects_backward and not in_backward, in_backward))
         return torch.full((1, 1, 1), 1000.0)
 
     def store_states(self, layer, name, states):
         assert self.stored is None
-        self.stored = torch.stack(states).flatten().tolist()
+        self.stored = torch.stack([*states]).flatten().tolist()
 
     def pop_gradients(self, layer, name):
         return [torch.full((1, 1, 1), 1.0 + i) for i in range(len(self.continued))]
