@@ -20,11 +20,6 @@ from flexvarlen.patches.state import Settings
 
 _DOCUMENT_ALONE = "use the model's own attention, one document per row."
 
-ROUTER_LOGITS_OF_A_SHARD = (
-    "output_router_logits must be False under sequence_parallel_group, got True: the auxiliary "
-    "loss of a shard is not part of the row's; set it to False in the config."
-)
-
 
 def why_not_class(
     model_class: type[PreTrainedModel], config: Any, settings: Settings
@@ -190,8 +185,6 @@ def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
     """Rows that are sharded over ranks, where more than attention depends on the whole row."""
     if settings.sequence_parallel_group is None:
         return None
-    if getattr(parts.config, "output_router_logits", False):
-        return ROUTER_LOGITS_OF_A_SHARD
     if settings.batch_invariant:
         return (
             "batch_invariant must be False with a sequence_parallel_group, got True: where a "
