@@ -53,6 +53,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # the processes that share a ro
     "hybrid": (4, {"max_steps": 2}),
     "sft_padding_free": (4, {"padding_free": True, "max_length": None, **TWICE, **EVALUATED}),
 }
+ROUTERS = ("packed", "sft_padding_free")  # the runs whose loss has one of routers
 
 
 def examples(seed: int, count: int) -> list[list[int]]:
@@ -91,6 +92,8 @@ def trainer_of(run: str, folder: str, *, alone: bool = False, **changes: Any) ->
     model, more = new_model("qwen3", num_attention_heads=8), parts_of(run)
     if run == "hybrid":
         model = new_model("qwen3_5_text")
+    elif run in ROUTERS:
+        model = new_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.1)
     if alone:
         fv.patch_model(model, "sdpa")
     elif run == "flattened":  # as Liger does it, without logits
