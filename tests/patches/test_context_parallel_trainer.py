@@ -83,10 +83,7 @@ def test_logs_and_weights_are_those_of_one_process(made, name, tmp_path):
 
 
 @MESHED
-@pytest.mark.parametrize(
-    "mesh",
-    [pytest.param(x, marks=pytest.mark.slow if i else ()) for i, x in enumerate(MESHES)],
-)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_on_a_mesh_of_transformers_is_that_of_one_process(made, mesh):
     """Pairs of ranks share a row; experts, weights and heads lie on other groups of ranks."""
     loss, gradients = made(step_on_mesh, mesh)
