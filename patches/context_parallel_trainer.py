@@ -163,10 +163,14 @@ class ContextParallelMixin(Trainer):  # type: ignore[misc]
     ) -> Any:
         """The loss of the shard, scaled so that the mean over all ranks is the loss of the step.
 
-        SFTTrainer evaluates without a count, by the mean over the labels of each process.
+        SFTTrainer evaluates without a count, by the mean over the labels of each process, and takes
+        the mean over processes of the loss of routers, which it adds and logs.
         """
         if num_items_in_batch is None:
             num_items_in_batch = inputs["num_items_in_batch"] * self.num_groups
+            self.current_gradient_accumulation_steps = 1  # by which it divides where it has a count
+        if getattr(self, "aux_loss_enabled", False):
+            model = partial(call_for_mean, model, dist.get_world_size(self.group))
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def prediction_step(
@@ -205,6 +209,13 @@ class ContextParallelMixin(Trainer):  # type: ignore[misc]
         finally:
             if examples > 0:
                 loader.remainder = examples
+
+
+def call_for_mean(model: Any, ranks: int, /, **inputs: Any) -> Any:
+    """The outputs of a model on a shard, with an `aux_loss` whose mean over ranks is the row's."""
+    outputs = model(**inputs)
+    outputs["aux_loss"] = outputs["aux_loss"] * ranks
+    return outputs
 
 
 _NO_PREDICTIONS = (

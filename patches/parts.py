@@ -43,6 +43,7 @@ class ModelParts:
         recurrent_classes: classes of the recurrent layers, in order.
         uses_hub_kernels: whether the model was loaded with `use_kernels=True`.
         pipeline_stages: ranks over which transformers split the layers; 1 for a whole model.
+        tensor_ranks: ranks over which it split each layer's weights; they have the same tokens.
         rotary_type: the `rope_type` of the text tower's rotary module, if it has one.
         first_position: the position of a document's first token.
         max_positions: tokens of the longest document that learned positions reach; None: no table.
@@ -67,6 +68,7 @@ class ModelParts:
     recurrent_classes: tuple[type[nn.Module], ...]
     uses_hub_kernels: bool
     pipeline_stages: int
+    tensor_ranks: int
     rotary_type: str | None
     first_position: int
     max_positions: int | None
@@ -98,7 +100,8 @@ class ModelParts:
             vision_kinds=() if vision is None else _vision_kinds(vision),
             recurrent_classes=tuple(map(type, recurrent_layers(text))),
             uses_hub_kernels=bool(model.use_kernels),
-            pipeline_stages=_pipeline_stages(model.config),
+            pipeline_stages=_ranks_of_mesh(model.config, "pp_size"),
+            tensor_ranks=_ranks_of_mesh(model.config, "tp_size"),
             rotary_type=getattr(text._modules.get("rotary_emb"), "rope_type", None),
             first_position=first_position(base),
             max_positions=table_of_positions(base),
@@ -150,9 +153,9 @@ class ModelParts:
         return tower
 
 
-def _pipeline_stages(config: Any) -> int:
-    """Stages by transformers' `DistributedConfig`, from 5.24 on; a saved config lacks it."""
-    return getattr(getattr(config, "distributed_config", None), "pp_size", None) or 1
+def _ranks_of_mesh(config: Any, size: str) -> int:
+    """A size in transformers' `DistributedConfig`; saved configs and older releases lack it."""
+    return getattr(getattr(config, "distributed_config", None), size, None) or 1
 
 
 def base_of(model: PreTrainedModel) -> nn.Module:

@@ -100,7 +100,7 @@ class Stages(NamedTuple):
         recurrent: (text tower, patch, layout) -> `RecurrentDocuments`; None without such layers.
         keywords: by which the layers get the documents.
         head: (given, row, packed, arguments) -> None: change the arguments of a head.
-        outputs: (module, row, outputs) -> None: change the outputs of a base model.
+        outputs: (module, packed, outputs) -> None: change the outputs.
     """
 
     arguments: tuple[Callable[..., None], ...]

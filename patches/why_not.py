@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from flexvarlen.patches.models.heads import UNKNOWN_HEAD, heads_of
@@ -19,11 +20,6 @@ from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import Settings
 
 _DOCUMENT_ALONE = "use the model's own attention, one document per row."
-
-ROUTER_LOGITS_OF_A_SHARD = (
-    "output_router_logits must be False under sequence_parallel_group, got True: the auxiliary "
-    "loss of a shard is not part of the row's; set it to False in the config."
-)
 
 
 def why_not_class(
@@ -190,8 +186,15 @@ def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
     """Rows that are sharded over ranks, where more than attention depends on the whole row."""
     if settings.sequence_parallel_group is None:
         return None
-    if getattr(parts.config, "output_router_logits", False):
-        return ROUTER_LOGITS_OF_A_SHARD
+    if parts.tensor_ranks > 1:
+        ranks = dist.get_process_group_ranks(settings.sequence_parallel_group)
+        if len({rank % parts.tensor_ranks for rank in ranks}) > 1:
+            return (
+                "sequence_parallel_group must have one rank of each tensor-parallel group, whose "
+                f"ranks have the same tokens, got ranks {ranks} with tp_size={parts.tensor_ranks}; "
+                'pass init_device_mesh(device, (rows, P, tp_size), mesh_dim_names=("dp", "cp", '
+                '"tp")).get_group("cp").'
+            )
     if settings.batch_invariant:
         return (
             "batch_invariant must be False with a sequence_parallel_group, got True: where a "

@@ -21,9 +21,8 @@ from tests.patches.kinds import KINDS, row_of
 MEANING = {
     "dense": "full attention in every layer, as in Llama and Qwen3",
     "windows": "layers with a sliding window, as in Gemma and Mistral",
-    "MoE, router loss": "a mixture of experts with `output_router_logits=True`; without it "
-    "nothing is refused. TRL turns it on unless `router_aux_loss_coef=0.0`; Reward and "
-    "Distillation have no such loss",
+    "MoE, router loss": "a mixture of experts with `output_router_logits=True`. TRL turns it on "
+    "unless `router_aux_loss_coef=0.0`; Reward and Distillation have no such loss",
     "longrope": "rotary frequencies that depend on how long a document is, as in Phi-3 of 128K",
     "encoder": "attention in both directions, as in BERT and ModernBERT",
     "images": "text with images, as in Qwen2.5-VL",
@@ -165,7 +164,7 @@ FEATURES = {
     },
     "context parallel": Column(
         {kind: f"{ON_RANKS}[{kind}]" for kind in ("dense", "windows", "encoder")}
-        | {"hybrid": f"{ON_RANKS}[qwen3_5_text]"},
+        | {"MoE, router loss": f"{ON_RANKS}[experts]", "hybrid": f"{ON_RANKS}[qwen3_5_text]"},
         RANKS,
     ),
     "generation": Column(

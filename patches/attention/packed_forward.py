@@ -76,10 +76,19 @@ SHARD_WITHOUT_GROUP = (
 
 
 class Delivery:
-    """Whether the base model received the documents that its head had found."""
+    """What a head and its base model tell one another.
+
+    Attributes:
+        reached_base: whether the base model received the documents that its head had found.
+        token_weights: how often each token counts in the routers' loss, int64 `[1, T]`, where the
+            ranks of a row share it; None: the head's own loss, or none.
+        router_logits: those of the base model, for this loss.
+    """
 
     def __init__(self) -> None:
         self.reached_base = False
+        self.token_weights: Tensor | None = None
+        self.router_logits: tuple[Tensor, ...] = ()
 
 
 class PackedForward:
@@ -105,7 +114,7 @@ class PackedForward:
             needs one.
         recurrent: the documents for recurrent layers; None if the model has none.
         row: the row of the whole forward; for layers outside a patched model, only its layout.
-        delivery: whether the base model of a head received this object; shared by copies.
+        delivery: what a head and its base model tell one another; shared by copies.
     """
 
     def __init__(

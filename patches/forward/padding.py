@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import to_int_or_none
 from flexvarlen.packing.images import has_images
+from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.given import Given, Inputs, read_arguments
 from flexvarlen.patches.batch.labels import next_token_labels
 from flexvarlen.patches.batch.padded_batch import PaddedBatch, find_padding
 from flexvarlen.patches.batch.positions import padded_positions
-from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.batch.shared_rows import share_prefixes_of_rows
 from flexvarlen.patches.forward.head_checks import check_document_labels, wrap_loss
 from flexvarlen.patches.models.layers import runs_compiled
@@ -162,11 +162,12 @@ def refuse_rows_to_pool(padded: PaddedBatch, *, reads_first: bool) -> None:
         raise ValueError(HIDDEN_FIRST_TOKEN)
 
 
-def pad_outputs(base: nn.Module, row: PackedRow, outputs: Any) -> None:
+def pad_outputs(base: nn.Module, packed: PackedForward, outputs: Any) -> None:
     """Give a base model's outputs the shape of its padded batch."""
-    if row.padded is None:
+    padded = packed.row.padded
+    if padded is None:
         return
-    tokens = row.padded.tokens
+    tokens = padded.tokens
     outputs["last_hidden_state"] = tokens.leave(outputs["last_hidden_state"])
     if outputs.get("hidden_states") is not None:
         outputs["hidden_states"] = tuple(map(tokens.leave, outputs["hidden_states"]))

@@ -15,9 +15,9 @@ from torch import Tensor
 from flexvarlen.layout.boundaries import raise_or_assert
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.images import has_images
+from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.batch.padded_batch import PaddedBatch, pad_documents
-from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.batch.unpacked_rows import one_document_per_row
 from flexvarlen.patches.forward.head_checks import check_document_labels
 from flexvarlen.patches.forward.make_row import may_hold_several
@@ -133,9 +133,9 @@ def pooled_tokens(given: Given, layout: PackedLayout, several: bool) -> Tensor |
     return layout.first_tokens()[layout.real_documents()]
 
 
-def pool_outputs(base: Any, row: PackedRow, outputs: Any) -> None:
+def pool_outputs(base: Any, packed: PackedForward, outputs: Any) -> None:
     """Pool the first token of each document, or of each row of a padded batch."""
-    hidden_BSE = outputs["last_hidden_state"]
+    hidden_BSE, row = outputs["last_hidden_state"], packed.row
     if row.padded is not None and base._modules.get("pooler") is not None:
         outputs["pooler_output"] = base.pooler(hidden_BSE)
     elif row.pooled_tokens is not None:

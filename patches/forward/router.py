@@ -1,4 +1,8 @@
-"""The loss by which a head balances experts, where tokens stand for several samples."""
+"""The loss by which a head balances experts, of trees and of rows over several ranks.
+
+Where the ranks of a group share a row, a head does not compute the loss, as it has no logits of the
+routers: its base model keeps them for `add_balance`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from flexvarlen.layout.labels import SAMPLE_COUNTS
-from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.parallel.router_balance import balance_of_shard
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.models.layers import text_config_of
 from flexvarlen.patches.models.verified import is_verified
-from flexvarlen.patches.parts import ModelParts
+from flexvarlen.patches.state import CONTEXT, Patch
 
 
 def weigh_tokens(given: Given, row: PackedRow, packed: PackedForward, inputs: Inputs) -> None:
@@ -22,10 +26,8 @@ def weigh_tokens(given: Given, row: PackedRow, packed: PackedForward, inputs: In
     These losses weigh each token by the mask, so where tokens stand for several samples it counts
     these.
     """
-    counts: Tensor | None = given.inputs.get(SAMPLE_COUNTS)
-    has_counts = counts is not None or row.targets.loss is not None
-    if returns_router_logits(given) and (has_counts or row.layout.segments is not None):
-        inputs["attention_mask"] = _token_weights(given.parts, row.layout, counts)
+    if returns_router_logits(given) and _counts_samples(given, row):
+        inputs["attention_mask"] = _token_weights(given, row)
 
 
 def returns_router_logits(given: Given) -> bool:
@@ -34,13 +36,17 @@ def returns_router_logits(given: Given) -> bool:
     return bool(getattr(given.config, "output_router_logits", False) if asked is None else asked)
 
 
-def _token_weights(parts: ModelParts, layout: PackedLayout, counts: Tensor | None) -> Tensor:
+def _counts_samples(given: Given, row: PackedRow) -> bool:
+    """Whether tokens may stand for several samples."""
+    has_counts = given.inputs.get(SAMPLE_COUNTS) is not None or row.targets.loss is not None
+    return has_counts or row.layout.segments is not None
+
+
+def _token_weights(given: Given, row: PackedRow) -> Tensor:
     """int64 `[1, T]`: for how many samples each token counts in a router's loss, 0 at padding.
 
-    The head gets it as attention_mask, by which `load_balancing_loss_func` multiplies each token.
-
-    Args:
-        counts: the sample_counts.
+    The head of a whole row gets it as attention_mask, by which `load_balancing_loss_func`
+    multiplies each token.
 
     Raises:
         ValueError: none, or of another number of tokens.
@@ -48,12 +54,16 @@ def _token_weights(parts: ModelParts, layout: PackedLayout, counts: Tensor | Non
 
     No sync; traces under `fullgraph=True`.
     """
+    parts, layout, counts = given.parts, row.layout, given.inputs.get(SAMPLE_COUNTS)
     if not is_verified(parts.model_class, parts.model_config.model_type):
         raise NotImplementedError(
-            "output_router_logits must be False with sample_counts, or a packed_layout of trees, "
-            "in a model that is not of a verified family, whose auxiliary loss may count a shared "
-            f"token once, got True for {parts.model_class.__name__}; pack each path as a document."
+            "output_router_logits must be False with sample_counts, a packed_layout of trees, or a "
+            "shard of a row, in a model that is not of a verified family, whose auxiliary loss may "
+            f"be another, got True for {parts.model_class.__name__}; pack each path as a document, "
+            "and give each rank its own rows."
         )
+    if not _counts_samples(given, row):
+        return layout.real_tokens().long()[None]
     if counts is None or counts.numel() != layout.total_tokens:
         got = "none" if counts is None else f"shape {tuple(counts.shape)}"
         raise ValueError(
@@ -61,7 +71,46 @@ def _token_weights(parts: ModelParts, layout: PackedLayout, counts: Tensor | Non
             f"[1, {layout.total_tokens}], with output_router_logits=True and a packed_layout of "
             f"trees, got {got}; take them from fv.share_prefixes."
         )
-    return (counts.reshape(-1) * layout.real_tokens())[None]
+    weights: Tensor = counts.reshape(-1) * layout.real_tokens()
+    return weights[None]
+
+
+# ---- a row over several ranks ----
+
+
+def leave_balance(given: Given, row: PackedRow, packed: PackedForward, inputs: Inputs) -> None:
+    """Let a head's base model return the logits of routers, but the head not compute their loss.
+
+    The head of one rank would take it of the rank's tokens. Heads without such a loss, like
+    DeepSeek-V3's, have no coefficient of it.
+    """
+    if returns_router_logits(given) and hasattr(given.module, "router_aux_loss_coef"):
+        packed.delivery.token_weights = _token_weights(given, row)
+        inputs["output_router_logits"] = False
+
+
+def ask_router_logits(module: nn.Module, patch: Patch, inputs: Inputs) -> None:
+    """Let a base model return the logits of its routers if its head needs them."""
+    packed = inputs.get(CONTEXT)
+    if isinstance(packed, PackedForward) and packed.delivery.token_weights is not None:
+        inputs["output_router_logits"] = True
+
+
+def keep_router_logits(module: nn.Module, packed: PackedForward, outputs: Any) -> None:
+    """Keep the logits of a base model's routers, as not every head returns them (TRL's)."""
+    if packed.delivery.token_weights is not None:
+        packed.delivery.router_logits = outputs["router_logits"]
+
+
+def add_balance(module: Any, packed: PackedForward, outputs: Any) -> None:
+    """Give a head this rank's part of the row's loss. Waits for the other ranks of the row."""
+    weights, logits = packed.delivery.token_weights, packed.delivery.router_logits
+    if weights is None:
+        return
+    top_k = module.num_experts_per_tok
+    outputs["aux_loss"] = balance_of_shard(logits, weights, top_k, packed.group)
+    if outputs.get("loss") is not None:
+        outputs["loss"] = outputs["loss"] + balance_loss(module, outputs)
 
 
 def balance_loss(head: nn.Module, outputs: Any) -> Tensor | float:

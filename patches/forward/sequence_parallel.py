@@ -19,7 +19,6 @@ from flexvarlen.patches.batch.given import CACHE_NAMES, Given
 from flexvarlen.patches.forward.head_checks import user_loss
 from flexvarlen.patches.forward.router import returns_router_logits
 from flexvarlen.patches.refusal import Refusal, refuse
-from flexvarlen.patches.why_not import ROUTER_LOGITS_OF_A_SHARD
 
 
 def check_group(group: Any) -> None:
@@ -201,12 +200,11 @@ SHARDS = (
     ),
     Refusal(
         lambda given: (
-            _learns(given, "own token")
+            (_learns(given, "own token") or returns_router_logits(given))
             and False in (given.inputs.get("return_dict"), given.config.return_dict)
         ),
-        "return_dict must stay True with labels of a shard, got False; remove it.",
+        "return_dict must stay True with labels or router logits of a shard, got False; remove it.",
     ),
-    Refusal(returns_router_logits, ROUTER_LOGITS_OF_A_SHARD, NotImplementedError),
     Refusal(
         lambda given: (
             given.inputs.get(LABEL_COUNTS) is not None

@@ -75,7 +75,7 @@ def after_forward(module: nn.Module, inputs: Inputs, outputs: Any) -> None:
         return
     row = packed.row
     for change in patch.stages.outputs:
-        change(module, row, outputs)
+        change(module, packed, outputs)
     base = patch.parts.base(module)
     if base is module:
         return

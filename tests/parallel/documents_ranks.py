@@ -213,21 +213,29 @@ class Model:
             gradients = {name: x.grad for name, x in model.named_parameters()}
             if self.wrapper == "fsdp":
                 gradients = {name: x.full_tensor() for name, x in gradients.items()}
-            found.append({"logits": out.logits.detach()[0], "loss": out.loss.detach(), **gradients})
+            found.append({"logits": out.logits.detach()[0], **losses_of(out), **gradients})
         first, second = found
         same = self.wrapper == "ddp" or all(first[name].equal(second[name]) for name in first)
         by_token = {"logits": first.pop("logits")}
         return {"tokens": here, "by_token": by_token, "summed": first, "same_bits": same}
 
 
+def losses_of(out: Any) -> dict[str, torch.Tensor]:
+    """The loss of a step, and that of routers if it has one."""
+    losses = {name: out.get(name) for name in ("loss", "aux_loss")}
+    return {name: x.detach() for name, x in losses.items() if x is not None}
+
+
+ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 MODELS = (
     Model("dense", "llama", 3, "mixed", checkpointing=True),
     Model("windows", "qwen3_windows", 2, "long"),
     Model("softcap_and_windows", "gemma2", 4, "mixed", backend="reference"),
     Model("chunks_and_temperature", "llama4_text", 3, "one"),
-    Model("sinks_and_experts", "gpt_oss", 2, "mixed", backend="reference"),
-    Model("experts", "mixtral", 4, "long"),
-    Model("latent_attention", "deepseek_v3", 2, "one"),
+    Model("sinks_and_experts", "gpt_oss", 2, "mixed", ROUTER_LOSS, backend="reference"),
+    Model("experts", "mixtral", 4, "long", ROUTER_LOSS),
+    Model("experts_and_padding", "qwen3_moe", 2, "mixed", ROUTER_LOSS, checkpointing=True),
+    Model("routers_without_a_loss", "deepseek_v3", 2, "one", {"output_router_logits": True}),
     Model("in_eight_ranks", "qwen3", 8, "mixed"),
     Model("fsdp", "qwen3", 2, "mixed", backend="auto", wrapper="fsdp"),
     Model("a_rank_without_labels", "llama", 3, "mixed", prompt=82),
@@ -236,7 +244,7 @@ MODELS = (
     Model("encoder_without_position_0", "roberta", 3, "long"),
     Model("trees", "qwen3_windows", 4, "trees", checkpointing=True),
     Model("trees_of_a_hybrid", "qwen3_5_text", 3, "trees"),
-    Model("trees_of_experts", "mixtral", 2, "trees"),
+    Model("trees_of_experts", "mixtral", 2, "trees", ROUTER_LOSS),
 )
 
 
@@ -273,7 +281,7 @@ OF_QWEN = {
 }
 HYBRIDS = (
     hybrid("qwen3_5_text", 2, "edge", changes=OF_QWEN, checkpointing=True),
-    hybrid("qwen3_5_moe_text", 2, "mixed"),
+    hybrid("qwen3_5_moe_text", 2, "mixed", changes=ROUTER_LOSS),
     hybrid("qwen3_next", 3, "one"),
     hybrid("olmo_hybrid", 4, "padded", checkpointing=True),
     hybrid("kimi_linear", 4, "padded", wrapper="ddp"),
@@ -294,11 +302,13 @@ COMPILED: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
     "contiguous": ("lfm2", LAST_SLOTS),
     "trees": ("llama", ()),
     "encoder": ("modernbert", EQUAL_BOUNDS),
+    "routers": ("mixtral", EQUAL_BOUNDS),
 }
 LAYERS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 1},
     "lfm2": {"num_hidden_layers": 1, "layer_types": ["conv"]},
     "modernbert": {},
+    "mixtral": {"num_hidden_layers": 1, **ROUTER_LOSS},
 }
 
 
@@ -311,6 +321,9 @@ def graphs(name: str, group: Any) -> dict[str, Any]:
     counters.clear()
     model = Model("compiled", kind, 2, "", LAYERS[kind])
     eager = model.new(sequence_parallel_group=group)
+    eager.set_experts_implementation("batched_mm")  # eager loops over experts, on the host
+    first = fv.shard_row(rows[0], group, **fv.shard_options(eager))
+    eager(**first)  # installs transformers' hooks, by a lock
     called = torch.compile(eager, fullgraph=True, backend="eager")
     errors = []
     for row in rows:

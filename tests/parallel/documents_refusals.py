@@ -84,7 +84,7 @@ def refused_forwards(group: Any) -> list[str]:
     def patched(model: Any) -> Any:
         return fv.patch_model(model, sequence_parallel_group=group)
 
-    model, mixing, experts = (patched(new_model(kind)) for kind in ("llama", "lfm2", "mixtral"))
+    model, mixing = (patched(new_model(kind)) for kind in ("llama", "lfm2"))
     dropping = patched(new_model("llama", attention_dropout=0.1).train())
     losing = patched(new_model("llama"))
     losing.loss_function = lambda logits, labels, vocab_size, **more: logits.sum() / labels.numel()
@@ -152,7 +152,6 @@ def refused_forwards(group: Any) -> list[str]:
         ("BertModel pools documents", pooler, own_shard(**both_ways)),
         ("BertForSequenceClassification pools documents", classifier, own_shard(**both_ways)),
         ("labels must be next tokens under sequence_parallel_group", tagger, shard),
-        ("output_router_logits must be False", experts, own_shard(output_router_logits=True)),
         ("attention dropout must be 0", dropping, own_shard()),
     ]
     failed = []

@@ -18,6 +18,7 @@ from tests.parallel.documents_ranks import (
     embedding_model,
     graphs,
     in_group,
+    losses_of,
     rounded_once,
 )
 from tests.parallel.documents_refusals import (
@@ -95,9 +96,10 @@ def test_a_model_trains_as_on_the_whole_row(shares, case):
     model = case.new()
     out = model(**case.batch())
     out.loss.backward()
-    summed = {name: x.grad for name, x in model.named_parameters()} | {"loss": out.loss.detach()}
+    summed = {name: x.grad for name, x in model.named_parameters()} | losses_of(out)
     own = shares(case.ranks, case.share)
     assert all(share["same_bits"] for share in own)
+    assert all(share["summed"].keys() == summed.keys() for share in own)
     if case.kind in ("bert", "roberta"):
         for name in [name for name in summed if name.endswith("key.bias")]:  # moves no softmax
             del summed[name]

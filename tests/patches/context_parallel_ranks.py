@@ -5,25 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import datasets
 import numpy as np
 import peft
 import torch
+import torch.distributed as dist
 import trl
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
+    AutoModelForCausalLM,
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
     Trainer,
     TrainingArguments,
 )
+from transformers.distributed import DistributedConfig
 
 import flexvarlen as fv
 from tests.contract_training import forget_accelerate, settings
+from tests.parallel import documents_rows
 from tests.patches.forward.test_liger import fused_forward
 from tests.tiny_models import VOCABULARY, new_model, tokenizer
 
@@ -51,8 +56,10 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # the processes that share a ro
     "sft_packing_lora": (2, {"packing": True, "max_length": TOKENS, **EVALUATED}),
     "fsdp2": (2, {"max_steps": 2}),
     "hybrid": (4, {"max_steps": 2}),
+    "expert_parallel": (2, {"max_steps": 2, "save_strategy": "no"}),
     "sft_padding_free": (4, {"padding_free": True, "max_length": None, **TWICE, **EVALUATED}),
 }
+ROUTERS = ("packed", "sft_padding_free")  # the runs whose loss has one of routers
 
 
 def examples(seed: int, count: int) -> list[list[int]]:
@@ -81,6 +88,21 @@ def parts_of(run: str) -> dict[str, Any]:
     }
 
 
+def experts(**changes: Any) -> Any:
+    """A mixture of experts whose heads are a multiple of the ranks."""
+    return new_model("qwen3_moe", num_attention_heads=8, router_aux_loss_coef=0.1, **changes)
+
+
+def on_mesh(model: Any, folder: str, mesh: str) -> Any:
+    """The model, loaded by transformers onto a mesh of all processes."""
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    options = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+    config = DistributedConfig(**MESHES[mesh])
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
+
+
 def trainer_of(run: str, folder: str, *, alone: bool = False, **changes: Any) -> Trainer:
     """The trainer of a run, of one process or of four that share rows."""
     forget_accelerate()
@@ -91,6 +113,10 @@ def trainer_of(run: str, folder: str, *, alone: bool = False, **changes: Any) ->
     model, more = new_model("qwen3", num_attention_heads=8), parts_of(run)
     if run == "hybrid":
         model = new_model("qwen3_5_text")
+    elif run in ROUTERS:
+        model = experts(output_router_logits=True)
+    elif run == "expert_parallel":
+        model = experts() if alone else on_mesh(experts(), folder, "fsdp 4, ep 2")
     if alone:
         fv.patch_model(model, "sdpa")
     elif run == "flattened":  # as Liger does it, without logits
@@ -130,6 +156,43 @@ def learned(run: str, folder: str) -> Any:
     return trained(shared(run, folder))
 
 
+# ---- a plain loop on a mesh of transformers ----
+
+HAS_MESHES = "ep_size" in DistributedConfig.__dataclass_fields__  # transformers 5.24
+MESHES = {
+    "fsdp 4, ep 2": {"fsdp_size": 4, "ep_size": 2},
+    "fsdp 4, ep 4": {"fsdp_size": 4, "ep_size": 4},
+    "fsdp 2, tp 2": {"fsdp_size": 2, "tp_size": 2},
+    "fsdp 2, tp 2, ep 4": {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
+}
+
+
+def rows_of_mesh(mesh: str) -> list[dict[str, Any]]:
+    """A row for each pair of ranks with other tokens, and the labels of all of them."""
+    names = ("mixed", "long")[: MESHES[mesh]["fsdp_size"] // 2]
+    rows = [documents_rows.batch_of(documents_rows.ROWS[name]) for name in names]
+    labels = sum(fv.shard_batch(row, 0, 2)["num_items_in_batch"] for row in rows)
+    return [row | {"num_items_in_batch": labels} for row in rows]
+
+
+def step_on_mesh(mesh: str, folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The sum of the ranks' losses, and the gradients, of a step in which pairs share rows."""
+    rows = rows_of_mesh(mesh)
+    dp, tp = len(rows), MESHES[mesh].get("tp_size", 1)
+    model = on_mesh(experts(output_router_logits=True), f"{folder}/mesh", mesh).train()
+    of_ranks = init_device_mesh("cpu", (dp, 2, tp), mesh_dim_names=("dp", "cp", "tp"))
+    group = of_ranks.get_group("cp")
+    fv.patch_model(model, "sdpa", sequence_parallel_group=group)
+    row = rows[of_ranks.get_local_rank("dp")]
+    shard = fv.shard_row(row, group, **fv.shard_options(model))
+    loss = model(**shard).loss
+    (loss * dp * 2).backward()  # FSDP2 takes the mean
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    gradients = {name: x.grad for name, x in model.named_parameters()}
+    return loss / tp, {name: getattr(x, "full_tensor", x.clone)() for name, x in gradients.items()}
+
+
 def resumed(folder: str) -> dict[str, Any]:
     """From a checkpoint of the run "accumulated", and what its trainer says of its loaders."""
     trainer = shared("accumulated", folder)
@@ -162,6 +225,7 @@ def errors(folder: str) -> dict[str, str]:
     note("smoothing", lambda: patched("packed", label_smoothing_factor=0.1))
     note("own count", lambda: patched("packed", average_tokens_across_devices=False))
     note("rebalanced", lambda: patched("flattened", train_sampling_strategy="batch_rebalance"))
+    note("tensor parallel", on_ranks_with_the_same_tokens)
     note("padded", lambda: patched("sft_packing_lora", packing=False))
     note("dispatched", lambda: patched("streamed", accelerator_config={}).train())
     for case, changes in (
@@ -190,6 +254,13 @@ def errors(folder: str) -> dict[str, str]:
     fv.patch_model(trainer.model)
     note("patched again", trainer.train)
     return said
+
+
+def on_ranks_with_the_same_tokens() -> None:
+    model = new_model("qwen3")
+    model.config.distributed_config = SimpleNamespace(tp_size=2)
+    group, _ = dist.new_subgroups(2)
+    fv.patch_model(model, sequence_parallel_group=group)
 
 
 class Fewer(IterableDataset):

@@ -16,12 +16,17 @@ import flexvarlen as fv
 from flexvarlen.patches.context_parallel_trainer import is_padded, why_not_context_parallel
 from flexvarlen.patches.shard_collator import ShardCollator
 from tests.patches.context_parallel_ranks import (
+    HAS_MESHES,
+    MESHES,
     ROWS,
     RUNS,
     WORLD,
     errors,
+    experts,
     learned,
     resumed,
+    rows_of_mesh,
+    step_on_mesh,
     trained,
     trainer_of,
 )
@@ -58,8 +63,12 @@ def values(log):
     return {name: x for name, x in log.items() if name not in TOKENS and not name.endswith(SPEED)}
 
 
+MESHED = pytest.mark.skipif(not HAS_MESHES, reason="this transformers has no meshes of experts")
+OF_RUNS = {"expert_parallel": MESHED}
+
+
 @pytest.mark.usefixtures("_as_it_was")
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=OF_RUNS.get(name, ())) for name in RUNS])
 def test_logs_and_weights_are_those_of_one_process(made, name, tmp_path):
     (logs, weights), (expected, weights_alone) = (
         made(learned, name),
@@ -71,6 +80,20 @@ def test_logs_and_weights_are_those_of_one_process(made, name, tmp_path):
         for count in {*TOKENS} & {*wanted}:  # each row is padded to a multiple of the ranks
             assert 0 <= got[count] - wanted[count] < 4 * WORLD * (number + 1), count
     torch.testing.assert_close(weights, weights_alone, rtol=1e-4, atol=1e-5)
+
+
+@MESHED
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_step_on_a_mesh_of_transformers_is_that_of_one_process(made, mesh):
+    """Pairs of ranks share a row; experts, weights and heads lie on other groups of ranks."""
+    loss, gradients = made(step_on_mesh, mesh)
+    model = fv.patch_model(experts(output_router_logits=True).train(), "sdpa")
+    expected = torch.stack([model(**row).loss for row in rows_of_mesh(mesh)]).sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients.pop(name), parameter.grad, rtol=1e-4, atol=1e-5)
+    assert not gradients
 
 
 def test_resumes_in_the_middle_of_an_epoch(made, made_again):
@@ -95,6 +118,7 @@ ERRORS = {
     "smoothing": "does not support label_smoothing_factor;",
     "own count": "does not support average_tokens_across_devices=False;",
     "rebalanced": "does not support train_sampling_strategy='batch_rebalance';",
+    "tensor parallel": r"must have one rank of each tensor-parallel group, .*got ranks \[0, 1\]",
     "padded": "context_parallel shares packed rows, got batches that are padded",
     "dispatched": "but accelerate's dispatch_batches",
     "evaluated first": r"train\(\) must come before evaluate\(\)",

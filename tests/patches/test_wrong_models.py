@@ -145,12 +145,6 @@ CASES = (
     Case(why_not.sequence_parallel, OF_TEXT, made("phi3"), OVER_RANKS),
     Case(
         why_not.sequence_parallel,
-        "output_router_logits must be False",
-        made("mixtral", output_router_logits=True),
-        OVER_RANKS,
-    ),
-    Case(
-        why_not.sequence_parallel,
         "batch_invariant must be False with a sequence_parallel_group",
         made("llama"),
         OVER_RANKS | {"batch_invariant": True},
