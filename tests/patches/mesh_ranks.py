@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -73,24 +74,26 @@ class Kind:
         sizes = MESHES[mesh]
         plain = self.plain().float() if "ep_size" in sizes else self.plain()
         model = loaded(plain, self.family, sizes) if sizes else hsdp(plain)
+        assert any(isinstance(x, DTensor) for x in model.parameters())
         return fv.patch_model(model, "sdpa", unpad=self.form == "padded")
+
+    def batches(self, model: nn.Module, replica: int) -> Iterable[Any]:
+        """The keywords of the forwards of a step."""
+        if self.form == "trees":
+            shared = fv.share_prefixes([text.tolist() for text in self.texts(replica)])
+            whole = self.max_tokens is None
+            return [shared.batch()] if whole else shared.parts(model, self.max_tokens)
+        if self.form == "padded":
+            return [padded(self.texts(replica), "left")]
+        lengths = [LENGTHS[i] for i in DOCS[replica]]
+        ids = batch_of((DOCS[replica],), row_tokens=sum(lengths)).ids
+        layout = fv.PackedLayout.from_lengths(lengths)
+        return [{"input_ids": ids, "labels": ids, "packed_layout": layout}]
 
     def loss(self, model: nn.Module, replica: int) -> Tensor:
         """Of one step, whose backward has run."""
-        if self.form == "trees":
-            shared = fv.share_prefixes([text.tolist() for text in self.texts(replica)])
-            batches: Any = [shared.batch()]
-            if self.max_tokens is not None:
-                batches = shared.parts(model, self.max_tokens)
-        elif self.form == "padded":
-            batches = [padded(self.texts(replica), "left")]
-        else:
-            docs = DOCS[replica]
-            row = batch_of((docs,), row_tokens=sum(LENGTHS[i] for i in docs))
-            layout = fv.PackedLayout.from_lengths([LENGTHS[i] for i in docs])
-            batches = [{"input_ids": row.ids, "labels": row.ids, "packed_layout": layout}]
         losses = []
-        for batch in batches:
+        for batch in self.batches(model, replica):
             loss = model(**batch).loss
             loss.backward()
             losses.append(loss.detach())
@@ -127,7 +130,6 @@ def loaded(plain: Any, family: str, sizes: dict[str, int]) -> Any:
             distributed_config=DistributedConfig(**sizes),
         )
         dist.barrier()
-    assert any(isinstance(x, DTensor) for x in model.parameters())
     return model.train()
 
 
@@ -165,6 +167,16 @@ def refused_in_parts(mesh: str) -> tuple[str, list[float]]:
     except NotImplementedError as error:
         return str(error), losses
     return "nothing", losses
+
+
+def refused_in_stages() -> str:
+    """What `patch_model` says of a pipeline's stage."""
+    model = loaded(new_model("qwen3"), "qwen3", {"pp_size": 2})
+    try:
+        fv.patch_model(model, "sdpa")
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing"
 
 
 def verified(mesh: str, leaks: bool) -> str:

@@ -27,9 +27,8 @@ def four_ranks():
         yield ranks
 
 
-def require(mesh):
-    known = {field.name for field in fields(DistributedConfig)}
-    absent = sorted(cases.MESHES[mesh].keys() - known)
+def require_sizes(*names):
+    absent = sorted({*names} - {field.name for field in fields(DistributedConfig)})
     if absent:
         pytest.skip(f"this transformers has no {', '.join(absent)} in DistributedConfig")
 
@@ -78,27 +77,35 @@ def combinations(meshes):
     ("mesh", "kind"), combinations([x for x in cases.MESHES if x not in ON_FOUR])
 )
 def test_two_ranks(ranks, mesh, kind):
-    require(mesh)
+    require_sizes(*cases.MESHES[mesh])
     check(ranks.run(cases.learned, kind, mesh), kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "kind"), combinations(ON_FOUR))
 def test_four_ranks(four_ranks, mesh, kind):
-    require(mesh)
+    require_sizes(*cases.MESHES[mesh])
     check(four_ranks.run(cases.learned, kind, mesh), kind)
 
 
 def test_parts_train_on_no_tensor_parallel_ranks(ranks):
     """But run without gradients."""
+    require_sizes(*cases.MESHES["tp"])
     for said, losses in ranks.run(cases.refused_in_parts, "tp"):
         assert "under tensor parallelism" in said
         assert len(losses) > 1
         assert sum(losses) == pytest.approx(alone("parts", 0)[0].item(), rel=1e-6)
 
 
+def test_a_stage_of_a_pipeline_is_not_patched(ranks):
+    require_sizes("pp_size")
+    for said in ranks.run(cases.refused_in_stages):
+        assert "pp_size must be 1" in said
+
+
 @pytest.mark.parametrize("leaks", [False, True])
 def test_isolation_is_verified_on_tensor_parallel_ranks(ranks, leaks):
+    require_sizes(*cases.MESHES["tp"])
     first, second = ranks.run(cases.verified, "tp", leaks)
     assert first == second
     assert ("leak" in first) == leaks, first
@@ -106,8 +113,10 @@ def test_isolation_is_verified_on_tensor_parallel_ranks(ranks, leaks):
 
 @pytest.mark.parametrize("mesh", ["tp", "fsdp"])
 @pytest.mark.parametrize("run", with_slow(["Trainer", "padding_free", "packing"], ["packing"]))
-def test_trainers(ranks, fresh_accelerate, run, mesh):
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_trainers(ranks, run, mesh):
     """Tensor-parallel ranks get the same rows, others share them out."""
+    require_sizes(*cases.MESHES[mesh])
     losses, weights = cases.trained(run, {})
     for found, after in ranks.run(cases.trained, run, cases.MESHES[mesh]):
         assert found == pytest.approx(losses, rel=1e-5)
