@@ -140,10 +140,10 @@ class SharedPrefixes:
         Raises:
             ValueError: `max_tokens` is below 1, or samples have images; when a part has run, that
                 the model is not patched, has dropout, or runs parts in several dtypes.
-            NotImplementedError: the model is sharded by FSDP1, ZeRO-3 or tensor parallelism, or
-                trains inside DDP's forward or with its static_graph; when the first part runs,
-                `output_router_logits`, `torch.compile` of recurrent layers or layer by layer,
-                layers without a layer_idx, a convolution wider than 4 tokens.
+            NotImplementedError: FSDP1 or ZeRO-3 shards the model, or it trains under tensor
+                parallelism, inside DDP's forward or with its static_graph; when the first part
+                runs, `output_router_logits`, `torch.compile` of recurrent layers or layer by
+                layer, layers without a layer_idx, a convolution wider than 4 tokens.
             RuntimeError: the forward or backward of a part did not run, or ran twice.
 
         >>> for part in shared.parts(model, max_tokens=16_384):  # doctest: +SKIP

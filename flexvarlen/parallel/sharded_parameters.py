@@ -5,6 +5,7 @@ Imports: torch. Never transformers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -16,17 +17,34 @@ if TYPE_CHECKING:  # not available in a torch built without distributed
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters are sharded over processes, by FSDP or DeepSpeed ZeRO-3."""
+    """Whether parameters are sharded over processes: by FSDP, ZeRO-3 or tensor parallelism."""
+    return gathers_parameters(model) or any(True for _ in _meshes_of(model))
+
+
+def gathers_parameters(model: nn.Module) -> bool:
+    """Whether ranks with other rows exchange parameters in a forward: by FSDP or ZeRO-3."""
     if not dist.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-    from torch.distributed.tensor import DTensor
 
     wrappers = FullyShardedDataParallel, FSDPModule
     return any(isinstance(module, wrappers) for module in model.modules()) or any(
-        isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
-        for parameter in model.parameters()
+        hasattr(parameter, "ds_id") for parameter in model.parameters()
     )
+
+
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether ranks with the same rows share layers: FSDP2's meshes have no dimension "tp"."""
+    names = [mesh.mesh_dim_names or () for mesh in _meshes_of(model)]
+    return any("tp" in each for each in names) or (bool(names) and not gathers_parameters(model))
+
+
+def _meshes_of(model: nn.Module) -> Iterator[DeviceMesh]:
+    """Of each parameter that is a DTensor."""
+    if dist.is_available():
+        from torch.distributed.tensor import DTensor
+
+        yield from (x.device_mesh for x in model.parameters() if isinstance(x, DTensor))
 
 
 def mesh_of_fsdp2(model: nn.Module) -> DeviceMesh | None:
@@ -34,19 +52,16 @@ def mesh_of_fsdp2(model: nn.Module) -> DeviceMesh | None:
     if not dist.is_available():
         return None
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
 
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         return None
-
-    def mesh() -> DeviceMesh | None:
-        return next((x.device_mesh for x in model.parameters() if isinstance(x, DTensor)), None)
-
-    if mesh() is None:  # all are gathered, with `reshard_after_forward=False`
+    mesh = next(_meshes_of(model), None)
+    if mesh is None:  # all are gathered, with `reshard_after_forward=False`
         for module in sharded:
             module.reshard()
-    return mesh()
+        mesh = next(_meshes_of(model), None)
+    return mesh
 
 
 def gather_over(mesh: DeviceMesh, mine: Any) -> list[Any]:

@@ -13,7 +13,8 @@ from torch import nn
 from flexvarlen.parallel.sharded_parameters import (
     ddp_of,
     gather_over,
-    is_sharded,
+    gathers_parameters,
+    is_tensor_parallel,
     mesh_of_fsdp2,
     runs_ddp,
 )
@@ -129,14 +130,19 @@ def check_runs_in_parts(model: nn.Module) -> None:
     """Refuse models that cannot run in parts on several ranks.
 
     Raises:
-        NotImplementedError: it is sharded other than by FSDP2, or trains inside DDP's forward, or
-            with its static_graph.
+        NotImplementedError: FSDP1 or ZeRO-3 shards it, or it trains under tensor parallelism,
+            inside DDP's forward, or with its static_graph.
     """
-    if is_sharded(model) and mesh_of_fsdp2(model) is None:
+    if gathers_parameters(model) and mesh_of_fsdp2(model) is None:
         raise NotImplementedError(
-            "a tree cannot run in parts under FSDP1, ZeRO-3 or tensor parallelism, whose ranks "
-            "would wait for each other; shard the model by FSDP2: "
-            "torch.distributed.fsdp.fully_shard."
+            "a tree cannot run in parts under FSDP1 or ZeRO-3, whose ranks would wait for each "
+            "other; shard the model by FSDP2: torch.distributed.fsdp.fully_shard."
+        )
+    if torch.is_grad_enabled() and is_tensor_parallel(model):
+        raise NotImplementedError(
+            "a tree cannot train in parts under tensor parallelism: in each backward transformers "
+            "sums the gradients of norms inside attention over the ranks, with those of earlier "
+            "parts; run the whole tree, shared.batch(), or load the model with fsdp_size alone."
         )
     if torch.is_grad_enabled() and getattr(ddp_of(model), "static_graph", False):
         raise NotImplementedError(
