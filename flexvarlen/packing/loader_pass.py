@@ -87,6 +87,25 @@ def current_pass(sampler: object, of: object = None) -> LoaderPass | None:
     return None
 
 
+def rows_to_skip(stream: object) -> int:
+    """Return how many rows of a stream accelerate's loader drops as its pass begins."""
+    if (state := sys.modules.get("accelerate.state")) is None:
+        return 0
+    for loader in reversed(state.GradientState().dataloader_references):
+        dispatches = _dispatches(loader)
+        if not dispatches and not _instances([loader], "DataLoaderShard"):
+            continue
+        shards = _instances([loader.dataset], "IterableDatasetShard")
+        if stream not in (loader.dataset, *(shard.dataset for shard in shards)):
+            continue
+        dealers = [(loader.state, loader)] if dispatches else [(x, x) for x in shards]
+        processes = max((_of_pass(x, "num_processes") for x, _ in dealers), default=1)
+        splits = any(_of_pass(x, "split_batches") for _, x in dealers)
+        rows = (loader.batch_size or 1) * (1 if splits else processes)
+        return int(_of_pass(loader, "skip_batches")) * rows
+    return 0
+
+
 def is_dispatched(loaders: Sequence[Any] | None = None) -> bool:
     """Whether accelerate loads batches in one process for all, and sends only tensors.
 
