@@ -87,8 +87,8 @@ def current_pass(sampler: object, of: object = None) -> LoaderPass | None:
     return None
 
 
-def rows_to_skip(stream: object) -> int:
-    """Return how many rows of a stream accelerate's loader drops as its pass begins."""
+def rows_to_skip(stream: object, rows: int) -> int:
+    """Return how many rows accelerate's loader skips, if a pass over a stream has fewer; else 0."""
     if (state := sys.modules.get("accelerate.state")) is None:
         return 0
     for loader in reversed(state.GradientState().dataloader_references):
@@ -101,8 +101,9 @@ def rows_to_skip(stream: object) -> int:
         dealers = [(loader.state, loader)] if dispatches else [(x, x) for x in shards]
         processes = max((_of_pass(x, "num_processes") for x, _ in dealers), default=1)
         splits = any(_of_pass(x, "split_batches") for _, x in dealers)
-        rows = (loader.batch_size or 1) * (1 if splits else processes)
-        return int(_of_pass(loader, "skip_batches")) * rows
+        step = (loader.batch_size or 1) * (1 if splits else processes)
+        skipped = int(_of_pass(loader, "skip_batches"))
+        return skipped * step if skipped > -(-rows // step) else 0
     return 0
 
 

@@ -138,13 +138,13 @@ class StreamPacker(IterableDataset[list[Columns]]):
             ValueError: a loaded state is in the middle of another epoch.
         """
         epoch = require_int_at_least("epoch", epoch, 0)
-        if (at := self._resumed) and (at.rows or at.passes) and epoch != at.epoch:
+        if (at := self._resumed) and epoch != at.epoch:
             raise ValueError(
                 f"epoch must be {at.epoch}, which load_state_dict resumed in the middle, "
                 f"got {epoch}; start the loop over epochs there."
             )
         self._epoch.fill_(epoch)
-        self._set_source_epoch(epoch)
+        self._set_epoch_of(self.dataset, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the iteration is, as numbers and the state of the dataset, if it has one.
@@ -163,7 +163,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
             )
         at = self._at
         return {
-            "epoch": at.epoch,
+            "epoch": at.epoch if at.has_begun else int(self._epoch),
             "pass": at.passes,
             "rows": at.rows,
             "crc": at.crc,
@@ -192,14 +192,15 @@ class StreamPacker(IterableDataset[list[Columns]]):
                     "or restart the stream."
                 )
         marks = deque([Mark(**state["segment"])], maxlen=2)
-        self._at = self._resumed = Position(
-            state["epoch"], state["pass"], state["rows"], state["crc"], marks
-        )
+        self._at = Position(state["epoch"], state["pass"], state["rows"], state["crc"], marks)
+        self._resumed = self._at if self._at.has_begun else None
+        if self._resumed is None:
+            self._epoch.fill_(state["epoch"])
 
-    def _set_source_epoch(self, epoch: int) -> None:
+    def _set_epoch_of(self, dataset: Any, epoch: int) -> None:
         self._source_epoch = epoch
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
 
     def _iterate(self, at: Position) -> Iterator[list[Columns]]:
         if isinstance(self.dataset, Iterator):
@@ -212,16 +213,19 @@ class StreamPacker(IterableDataset[list[Columns]]):
             self._is_read = True
         worker = get_worker_info()
         self._in_workers.fill_(worker is not None)
-        if worker and self.passes != 1 and has_state(self.dataset):
-            self.dataset = deepcopy(self.dataset)  # whose epoch is not that of other workers
+        dataset: Any = self.dataset
+        if worker and has_state(dataset):
+            dataset = deepcopy(dataset)  # its epoch is that of all processes
+        if not at.has_begun:
+            at.epoch = int(self._epoch)
         while True:
             if (epoch := at.epoch + at.passes) != self._source_epoch:
-                self._set_source_epoch(epoch)
-            at, rows = self._resume(at) if at.rows else (at, self._rows(at, self.dataset))
+                self._set_epoch_of(dataset, epoch)
+            at, rows = self._resume(at, dataset) if at.rows else (at, self._rows(at, dataset))
             self._at = at
             yield from rows
             is_last = self.passes is not None and at.passes + 1 >= self.passes
-            if is_last and worker is None and (skipped := rows_to_skip(self)) > at.rows:
+            if is_last and worker is None and (skipped := rows_to_skip(self, at.rows)):
                 raise ValueError(
                     f"passes must be None to skip {skipped} rows of a stream of {at.rows}, got "
                     f"{self.passes}; resume runs of several passes with the passes=None that they "
@@ -231,13 +235,13 @@ class StreamPacker(IterableDataset[list[Columns]]):
                 return
             at = Position(at.epoch, at.passes + 1)
 
-    def _resume(self, at: Position) -> tuple[Position, Iterator[list[Columns]]]:
+    def _resume(self, at: Position, dataset: Any) -> tuple[Position, Iterator[list[Columns]]]:
         """A position equal to `at`, and the rows of the pass that follow."""
         mark = at.marks[0]
         for state in [None] if mark.source is None else [mark.source, None]:
-            source: Any = self.dataset
+            source = dataset
             if state is not None:
-                source = deepcopy(source)  # else later passes would begin with the state
+                source = deepcopy(dataset)  # else later passes would begin with the state
                 source.load_state_dict(state)
             found = Position(at.epoch, at.passes, mark.rows, mark.crc, deque([mark], maxlen=2))
             rows = self._rows(found, source, mark.read if state is None else 0)

@@ -39,6 +39,11 @@ class Position:
     # Of the last two segments: the rows since the first show whether the dataset has resumed.
     marks: deque[Mark] = field(default_factory=lambda: deque([Mark()], maxlen=2))
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a row was yielded."""
+        return self.rows + self.passes > 0
+
     def count(self, row: list[Columns]) -> list[Columns]:
         """Count a row, which is returned."""
         for document in row:

@@ -8,11 +8,16 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from torch.utils.data import IterableDataset
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainingArguments
 
 import flexvarlen as fv
 from flexvarlen.packing import stream as module
+from tests.contract_training import forget_accelerate, settings
 from tests.packing.test_pieces import first_tokens
+from tests.tiny_models import new_model
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
 from datasets.distributed import split_dataset_by_node  # noqa: E402
@@ -191,3 +196,40 @@ def test_torchdata_resumes_in_the_second_epoch(source, workers):
         if stop == end - 2:
             later.set_epoch(2)
             assert list(resumed) == whole[2]
+
+
+def test_accelerate_resumes_in_the_second_epoch(fresh_accelerate):
+    """Its loader asks for a state before the epoch is set, and reads a batch ahead."""
+    pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
+    options = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=False)
+
+    def prepared():
+        loader = DataLoader(packer("shuffled"), batch_size=2, collate_fn=collate)
+        loader = Accelerator(cpu=True, dataloader_config=options).prepare(loader)
+        loader.set_epoch(1)
+        return loader
+
+    whole = list(prepared())
+    for stop in range(1, len(whole)):
+        first, later = prepared(), prepared()
+        before = list(islice(first, stop))
+        later.load_state_dict(first.state_dict())
+        assert before + list(later) == whole, stop
+
+
+def test_trainer_beyond_the_only_pass_is_a_sentence(fresh_accelerate, tmp_path):
+    """It would train on the second pass from its beginning."""
+
+    def train(checkpoint=None):
+        forget_accelerate()
+        changes = {"max_steps": 6, "save_strategy": "steps", "save_steps": 5}
+        Trainer(
+            fv.patch_model(new_model("qwen3"), "sdpa"),
+            TrainingArguments(**settings(tmp_path, **changes)),
+            train_dataset=packer("list"),
+            data_collator=fv.PackedCollator(),
+        ).train(checkpoint)
+
+    train()
+    with pytest.raises(ValueError, match=r"passes must be None to skip 20 rows .* of 13, got 1; "):
+        train(f"{tmp_path}/checkpoint-5")
