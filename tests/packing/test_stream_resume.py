@@ -96,6 +96,10 @@ def check_every_stop(make):
 def test_rows_after_any_row_of_two_passes(source):
     whole = check_every_stop(lambda: packer(source, passes=2))
     assert numbers(whole) == sorted(NUMBERS * 2)
+    second = packer(source)
+    second.set_epoch(1)
+    rows = first_tokens(second)
+    assert whole[-len(rows) :] == rows
 
 
 @pytest.mark.parametrize("source", ["list", "datasets", "shuffled"])
