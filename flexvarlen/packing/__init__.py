@@ -5,6 +5,7 @@
 | `pack.py` | `pack` decides which documents share a row; `split_long`; `efficiency` |
 | `dataset.py` | `PackedDataset`, a dataset of packed rows |
 | `stream.py` | `StreamPacker`, the same for a stream |
+| `stream_position.py` | where it is in a stream, for its state |
 | `examples.py` | how both read examples and cut them |
 | `chat.py` | `tokenize_chat` turns a chat into documents, `conversation_samples` into samples |
 | `chat_template.py` | the prompt and the answer of a turn, as a chat template writes them |

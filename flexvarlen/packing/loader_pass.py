@@ -87,6 +87,26 @@ def current_pass(sampler: object, of: object = None) -> LoaderPass | None:
     return None
 
 
+def rows_to_skip(stream: object, rows: int) -> int:
+    """Return how many rows accelerate's loader skips, if a pass over a stream has fewer; else 0."""
+    if (state := sys.modules.get("accelerate.state")) is None:
+        return 0
+    for loader in reversed(state.GradientState().dataloader_references):
+        dispatches = _dispatches(loader)
+        if not dispatches and not _instances([loader], "DataLoaderShard"):
+            continue
+        shards = _instances([loader.dataset], "IterableDatasetShard")
+        if stream not in (loader.dataset, *(shard.dataset for shard in shards)):
+            continue
+        dealers = [(loader.state, loader)] if dispatches else [(x, x) for x in shards]
+        processes = max((_of_pass(x, "num_processes") for x, _ in dealers), default=1)
+        splits = any(_of_pass(x, "split_batches") for _, x in dealers)
+        step = (loader.batch_size or 1) * (1 if splits else processes)
+        skipped = int(_of_pass(loader, "skip_batches"))
+        return skipped * step if skipped > -(-rows // step) else 0
+    return 0
+
+
 def is_dispatched(loaders: Sequence[Any] | None = None) -> bool:
     """Whether accelerate loads batches in one process for all, and sends only tensors.
 

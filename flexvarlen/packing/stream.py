@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
 from itertools import islice
 from typing import Any
 
@@ -23,7 +25,9 @@ from flexvarlen.packing.examples import (
     piece_of,
 )
 from flexvarlen.packing.images import num_patches
+from flexvarlen.packing.loader_pass import rows_to_skip
 from flexvarlen.packing.pack import pack
+from flexvarlen.packing.stream_position import SEGMENT, Mark, Position, has_state, share_of
 
 
 class StreamPacker(IterableDataset[list[Columns]]):
@@ -33,9 +37,9 @@ class StreamPacker(IterableDataset[list[Columns]]):
     full, they are packed best fit decreasing. The row of the oldest document and the fullest other
     rows, half of all rows, are yielded; the other documents stay in the buffer.
 
-    Trainer resumes by skipping batches of the first pass. If it resumes after that pass, it starts
-    the second from the beginning and trains on other rows than an uninterrupted run, as with any
-    stream; `state_dict` and `load_state_dict` continue at the same row.
+    `state_dict` and `load_state_dict` resume at the next row, and raise an error if the rows before
+    it differ. torchdata's `StatefulDataLoader` calls them, with or without workers. Trainer skips
+    batches instead, beyond the first pass if `passes` is None.
 
     Each worker of a loader packs a share of the stream. A torch or `datasets` IterableDataset
     assigns the shares itself; of any other iterable, each of n workers takes every n-th example.
@@ -50,10 +54,12 @@ class StreamPacker(IterableDataset[list[Columns]]):
         next_token_labels: whether given labels are next-token labels; None: True for an example
             unless one of its labels differs from its token.
         max_patches: as in `PackedDataset`.
+        passes: number of passes over the dataset that an iteration makes; None: no end. Each pass
+            raises the epoch of the dataset by one.
 
     Attributes:
-        num_long: number of examples of this pass that were longer than `tokens`, or of more than
-            `max_patches`.
+        num_long: number of examples of this pass, since it began or was resumed, that were longer
+            than `tokens`, or of more than `max_patches`.
         num_dropped: number of its examples, or pieces of them, that give no loss, as in
             `PackedDataset`. Loader workers count both in their own copies.
 
@@ -79,11 +85,18 @@ class StreamPacker(IterableDataset[list[Columns]]):
         extra: Collection[str] = (),
         next_token_labels: bool | None = None,
         max_patches: int | None = None,
+        passes: int | None = 1,
     ) -> None:
         if isinstance(dataset, str | bytes | Mapping) or not isinstance(dataset, Iterable):
             raise ValueError(
                 f"dataset must be an iterable of tokenized examples, got {type(dataset).__name__}; "
                 "pass one split of an IterableDatasetDict."
+            )
+        self.passes = None if passes is None else require_int_at_least("passes", passes, 1)
+        if isinstance(dataset, Iterator) and self.passes != 1:
+            raise ValueError(
+                f"passes must be 1 for an iterator, which is read once, got {passes}; pass an "
+                "object whose __iter__ opens the stream."
             )
         check_options(extra, next_token_labels)
         self.limits = RowLimits.of(tokens, max_patches, long)
@@ -93,11 +106,14 @@ class StreamPacker(IterableDataset[list[Columns]]):
             "long": long,
             "buffer": self.buffer,
             "max_patches": max_patches,
+            "next_token_labels": next_token_labels,
         }
         self.dataset, self.extra = dataset, tuple(extra)
         self.next_token_labels = next_token_labels
         self.num_long = self.num_dropped = 0
-        self._taken = self._begin = 0  # rows yielded, and rows to skip in the next pass
+        self._at = Position(0)
+        self._resumed: Position | None = None  # where the next iteration begins
+        self._source_epoch = 0  # that the dataset was given
         self._is_read = False  # of an iterator
         # Loader workers that persist see the epoch of the main process.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -105,32 +121,15 @@ class StreamPacker(IterableDataset[list[Columns]]):
         self._in_workers = torch.zeros((), dtype=torch.bool).share_memory_()
 
     def __iter__(self) -> Iterator[list[Columns]]:
-        """Yield the packed rows that follow the loaded state.
+        """Iterate over the packed rows that follow the loaded state.
 
         Raises:
-            ValueError: see the class; or an iterator was read before, or the stream has fewer rows
-                than the loaded state.
+            ValueError: see the class; or an iterator was read before, or the rows before the loaded
+                state are others than those of the run that saved it.
         """
-        if isinstance(self.dataset, Iterator):
-            if self._is_read:
-                raise ValueError(
-                    "dataset must be an iterable that each pass can read from its beginning, got "
-                    f"a {type(self.dataset).__name__} that was read before; pass a list, a "
-                    "datasets.IterableDataset, or an object whose __iter__ opens the stream."
-                )
-            self._is_read = True
-        self._in_workers.fill_(get_worker_info() is not None)
-        begin, self._begin = self._begin, 0
-        rows = self._rows()
-        self._taken = sum(1 for _ in islice(rows, begin))
-        if self._taken < begin:
-            raise ValueError(
-                f"dataset must be the stream that the state was saved for, at least {begin} rows "
-                f"long, got {self._taken}; load the state of this stream."
-            )
-        for row in rows:
-            self._taken += 1
-            yield row
+        # Now, not at the first row: torchdata makes an iterator that it does not use.
+        self._at, self._resumed = self._resumed or Position(int(self._epoch)), None
+        return self._iterate(self._at)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, also of the dataset if it has this method; accelerate and Trainer do.
@@ -139,51 +138,134 @@ class StreamPacker(IterableDataset[list[Columns]]):
             ValueError: a loaded state is in the middle of another epoch.
         """
         epoch = require_int_at_least("epoch", epoch, 0)
-        if self._begin and epoch != int(self._epoch):
+        if (at := self._resumed) and epoch != at.epoch:
             raise ValueError(
-                f"epoch must be {int(self._epoch)}, which load_state_dict resumed in the middle, "
+                f"epoch must be {at.epoch}, which load_state_dict resumed in the middle, "
                 f"got {epoch}; start the loop over epochs there."
             )
         self._epoch.fill_(epoch)
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        self._set_epoch_of(self.dataset, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the number of its rows that were yielded.
+        """Return where the iteration is, as numbers and the state of the dataset, if it has one.
 
-        May be called between any two rows.
+        May be called between any two rows. Each rank saves its own.
 
         Raises:
             ValueError: loader workers yield the rows, each in its own copy.
         """
-        if self._in_workers and get_worker_info() is None:
+        worker = get_worker_info()
+        if self._in_workers and worker is None:
             raise ValueError(
                 "num_workers must be 0 to save the state of a StreamPacker, as each worker counts "
-                "its own rows; set it to 0, or let Trainer skip batches."
+                "its own rows; use torchdata's StatefulDataLoader and save its state, set it to 0, "
+                "or let Trainer skip batches."
             )
-        return {"epoch": int(self._epoch), "rows": self._taken, **self._settings}
+        at = self._at
+        return {
+            "epoch": at.epoch if at.has_begun else int(self._epoch),
+            "pass": at.passes,
+            "rows": at.rows,
+            "crc": at.crc,
+            "segment": at.marks[0]._asdict(),
+            "workers": 0 if worker is None else worker.num_workers,
+            **self._settings,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume: the next pass reads the stream from its beginning and skips the rows yielded.
+        """Resume in the next iteration. Later ones begin with the epoch of `set_epoch`.
+
+        A `datasets.IterableDataset` continues from its own state, unless it then gives other
+        examples, as after `shuffle(buffer_size=...)`, whose buffer the state omits. Then, and with
+        any other iterable, examples are read from the beginning and skipped. In both cases, up to
+        65,536 examples (or eight buffers) are packed again.
 
         Raises:
-            ValueError: the state was saved with other settings.
+            ValueError: the state was saved with other settings or another number of workers.
         """
-        for name, expected in self._settings.items():
+        worker = get_worker_info()
+        now = self._settings | {"workers": 0 if worker is None else worker.num_workers}
+        for name, expected in now.items():
             if (given := state.get(name)) != expected:
                 raise ValueError(
-                    f"the state's {name} must be {expected}, got {given}; make the packer "
-                    f"with that {name}, or restart the stream."
+                    f"the state's {name} must be {expected}, got {given}; resume with that {name}, "
+                    "or restart the stream."
                 )
-        self._begin = 0
-        self.set_epoch(state["epoch"])
-        self._taken = self._begin = state["rows"]
+        marks = deque([Mark(**state["segment"])], maxlen=2)
+        self._at = Position(state["epoch"], state["pass"], state["rows"], state["crc"], marks)
+        self._resumed = self._at if self._at.has_begun else None
+        if self._resumed is None:
+            self._epoch.fill_(state["epoch"])
 
-    def _rows(self) -> Iterator[list[Columns]]:
+    def _set_epoch_of(self, dataset: Any, epoch: int) -> None:
+        self._source_epoch = epoch
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+
+    def _iterate(self, at: Position) -> Iterator[list[Columns]]:
+        if isinstance(self.dataset, Iterator):
+            if self._is_read:
+                raise ValueError(
+                    "dataset must be an iterable that each pass can read from its beginning, got "
+                    f"a {type(self.dataset).__name__} that was read before; pass a list, a "
+                    "datasets.IterableDataset, or an object whose __iter__ opens the stream."
+                )
+            self._is_read = True
+        worker = get_worker_info()
+        self._in_workers.fill_(worker is not None)
+        dataset: Any = self.dataset
+        if worker and has_state(dataset):
+            dataset = deepcopy(dataset)  # its epoch is that of all processes
+        if not at.has_begun:
+            at.epoch = int(self._epoch)
+        while True:
+            if (epoch := at.epoch + at.passes) != self._source_epoch:
+                self._set_epoch_of(dataset, epoch)
+            at, rows = self._resume(at, dataset) if at.rows else (at, self._rows(at, dataset))
+            self._at = at
+            yield from rows
+            is_last = self.passes is not None and at.passes + 1 >= self.passes
+            if is_last and worker is None and (skipped := rows_to_skip(self, at.rows)):
+                raise ValueError(
+                    f"passes must be None to skip {skipped} rows of a stream of {at.rows}, got "
+                    f"{self.passes}; resume runs of several passes with the passes=None that they "
+                    "were begun with."
+                )
+            if is_last or not at.rows:  # a worker's share may be empty
+                return
+            at = Position(at.epoch, at.passes + 1)
+
+    def _resume(self, at: Position, dataset: Any) -> tuple[Position, Iterator[list[Columns]]]:
+        """A position equal to `at`, and the rows of the pass that follow."""
+        mark = at.marks[0]
+        for state in [None] if mark.source is None else [mark.source, None]:
+            source = dataset
+            if state is not None:
+                source = deepcopy(dataset)  # else later passes would begin with the state
+                source.load_state_dict(state)
+            found = Position(at.epoch, at.passes, mark.rows, mark.crc, deque([mark], maxlen=2))
+            rows = self._rows(found, source, mark.read if state is None else 0)
+            try:
+                deque(islice(rows, at.rows - mark.rows), maxlen=0)
+            except LookupError:  # `datasets`, of a worker's share of shuffled files
+                if state is None:
+                    raise
+            if (found.rows, found.crc) == (at.rows, at.crc):
+                return found, rows
+        raise ValueError(
+            f"dataset must be the stream that the state was saved for, but its first {at.rows} "
+            f"rows are not those that were yielded; load the state of this stream."
+        )
+
+    def _rows(self, at: Position, source: Any, skipped: int = 0) -> Iterator[list[Columns]]:
+        """The rows after the mark of `at`, which counts them; examples are skipped unseen."""
         self.num_long = self.num_dropped = 0
         waiting: list[Columns] = []  # the oldest first
-        read, any_kept, worker = 0, False, get_worker_info()
-        for example in self._share():
+        read, any_kept, worker = at.marks[0].read, at.rows > 0, get_worker_info()
+        segment = max(SEGMENT, 4 * self.buffer)
+        share = share_of(source, worker)
+        keeps_state = share is source and has_state(source)
+        for example in islice(share, skipped, None):
             pieces = self._pieces(example, read)
             read, any_kept = read + 1, any_kept or bool(pieces)
             if read == self.buffer and not any_kept:
@@ -192,7 +274,12 @@ class StreamPacker(IterableDataset[list[Columns]]):
                 waiting.append(piece)
                 if len(waiting) >= self.buffer:
                     rows, waiting = self._packed(waiting)
-                    yield from rows
+                    yield from map(at.count, rows)
+            if read % segment == 0:
+                yield from self._emptied(waiting, at)
+                waiting = []
+                state = source.state_dict() if keeps_state else None
+                at.marks.append(Mark(read, at.rows, at.crc, state))
         if not read and worker is None:
             raise ValueError(
                 "dataset must contain at least one example; pass a stream that is not empty "
@@ -204,15 +291,13 @@ class StreamPacker(IterableDataset[list[Columns]]):
                 f"{read} examples have none; check their labels and masks, and "
                 f"tokens={self.limits.tokens}, long={self.limits.long!r}."
             )
+        yield from self._emptied(waiting, at)
+
+    def _emptied(self, waiting: list[Columns], at: Position) -> Iterator[list[Columns]]:
+        """The rows of all documents that wait."""
         while waiting:
             rows, waiting = self._packed(waiting)
-            yield from rows
-
-    def _share(self) -> Iterable[Any]:
-        worker = get_worker_info()
-        if worker is None or isinstance(self.dataset, IterableDataset):
-            return self.dataset
-        return islice(self.dataset, worker.id, None, worker.num_workers)
+            yield from map(at.count, rows)
 
     def _pieces(self, example: Any, number: int) -> list[Columns]:
         """The pieces of an example that give a loss."""

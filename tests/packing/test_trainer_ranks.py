@@ -25,12 +25,12 @@ RUNS = {
     "random": {},
     "balanced": ORDERED,
     "balanced-dispatched": ORDERED | DISPATCHED,
-    "stream": {"max_steps": 4},  # which Trainer dispatches
-    "stream-sharded": {"max_steps": 4} | SHARDED,
+    "stream": {"max_steps": 7},  # which Trainer dispatches; of two passes
+    "stream-sharded": {"max_steps": 7} | SHARDED,
 }
 # After which step a run is resumed. If a map-style dataset is dispatched, accelerate then skips
 # batches of one rank, where it should skip those of both.
-STOPS = {"random": 5, "balanced": 5, "stream": 2, "stream-sharded": 2}
+STOPS = {"random": 5, "balanced": 5, "stream": 5, "stream-sharded": 5}
 
 
 def examples():
@@ -42,7 +42,7 @@ def examples():
 
 def dataset_of(run):
     if run.startswith("stream"):
-        return fv.StreamPacker(examples(), TOKENS, buffer=16)
+        return fv.StreamPacker(examples(), TOKENS, buffer=16, passes=None)
     balanced = ROWS_PER_STEP if run.startswith("balanced") else None
     return fv.PackedDataset(examples(), TOKENS, rows_per_step=balanced)
 
