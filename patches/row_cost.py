@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import Any
 
@@ -18,29 +17,27 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 """The names that configs give the number of experts of a token."""
 
 
-def row_cost(model: nn.Module, *, attention_speed: float = 1.0) -> RowCost:
+def row_cost(model: nn.Module) -> RowCost:
     """Return what a packed row costs a model, for `BalancedSampler` and `PackedDataset`.
 
-    Counted are the FLOPs of forward and backward: of matrix products, for each token, by the
-    parameters that it uses (of a layer of experts, those of its top k; of frozen ones, without the
-    gradient of the weights); and of attention, for each pair of a query and a key that it sees, by
-    kind of layer: full, with a window or chunks, causal or bidirectional. Recurrent layers count by
-    their parameters. Not counted are embeddings, norms, vision towers and padding, nor that
-    gradient checkpointing repeats the forward, which changes the ratio of both parts by 4%.
+    Counted, in FLOPs of forward and backward:
+
+    - for each token, the matrix products with the parameters that it uses. Of a layer of experts
+      these are its top k; frozen ones have no gradient. Recurrent layers count in the same way.
+    - for each query-key pair that a layer's mask allows, attention: full, with a window or chunks,
+      causal or bidirectional.
+
+    Not counted: embeddings, norms, vision towers, padding, and gradient checkpointing.
 
     Args:
         model: a transformers model, patched or not, also inside wrappers, with weights or on the
-            meta device.
-        attention_speed: FLOP/s of attention relative to those of the other layers. On an H200 with
-            head_dim 128, compiled models have about 1 with FA3, 0.7 with FlexAttention and 0.6 with
-            FA2 (bench/results/packings-qwen3-1.7b-h200.jsonl), and eager ones with FA3 or FA4 1.4
-            (model-h200.jsonl).
+            meta device; before FSDP1 or ZeRO-3 shard it.
 
     Returns:
         A `RowCost`, in FLOPs.
 
     Raises:
-        ValueError: there is no transformers model inside, or `attention_speed` is not positive.
+        ValueError: there is no transformers model inside.
         NotImplementedError: the model's config does not say how many experts a token uses.
 
     >>> import flexvarlen as fv
@@ -50,11 +47,6 @@ def row_cost(model: nn.Module, *, attention_speed: float = 1.0) -> RowCost:
     >>> bool(one_long > many_short)
     True
     """
-    if not 0 < attention_speed < math.inf:
-        raise ValueError(
-            f"attention_speed must be positive and finite, got {attention_speed!r}; pass 1.0 if it "
-            "is unknown."
-        )
     inner = transformers_model(model)
     parts = ModelParts.of(inner)
     tower = parts.text_tower(inner)
@@ -64,7 +56,7 @@ def row_cost(model: nn.Module, *, attention_speed: float = 1.0) -> RowCost:
         per_pair[kind.spec] += 14 * kind.num_heads * kind.head_dim  # type: ignore[assignment]
     head = {*inner.modules()} - {*parts.base(inner).modules()}
     per_token = sum(_flops(part, parts.config) for part in [*tower.modules(), *head])
-    return RowCost(per_token, {mask: x / attention_speed for mask, x in per_pair.items()})
+    return RowCost(per_token, per_pair)
 
 
 def _flops(module: nn.Module, config: Any) -> float:

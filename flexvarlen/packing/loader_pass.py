@@ -87,8 +87,8 @@ def current_pass(sampler: object, of: object = None) -> LoaderPass | None:
     return None
 
 
-def rows_to_skip(stream: object, rows: int) -> int:
-    """Return how many rows accelerate's loader skips, if a pass over a stream has fewer; else 0."""
+def rows_skipped_beyond_pass(stream: object, rows: int) -> int:
+    """Return the rows that accelerate skips, if more than the stream's pass has; else 0."""
     if (state := sys.modules.get("accelerate.state")) is None:
         return 0
     for loader in reversed(state.GradientState().dataloader_references):

@@ -16,10 +16,9 @@ Costs = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RowCost:
-    """What documents cost a model: a part for each token, and a part for each pair in attention.
+    """What documents cost a model: `per_token` a token, `per_pair` a pair that attention computes.
 
-    `fv.row_cost(model)` makes one from a model, in FLOPs. Any unit will do, as costs are only
-    compared with one another.
+    `fv.row_cost(model)` returns one in FLOPs. Any unit will do, as costs are only compared.
 
     Attributes:
         per_token: cost of a token, in all layers together, without attention's pairs.

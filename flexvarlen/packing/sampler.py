@@ -17,7 +17,6 @@ from flexvarlen.packing.loader_pass import LoaderPass, current_pass
 from flexvarlen.packing.row_cost import RowCost, cost_or_squares
 
 WINDOW = 64
-"""Fewest steps whose rows are sorted together."""
 
 
 def balanced_steps(
@@ -56,13 +55,13 @@ class BalancedSampler(Sampler[int]):
     Args:
         rows: for each row, the lengths of its documents in tokens.
         num_replicas: number of ranks.
-        cost: what a row costs the model, `fv.row_cost(model)`. None: the sum of its documents'
-            squared lengths, by which full attention grows, for rows of equally many tokens.
         rank: yield only this rank's rows. None: yield all rows, step by step, for accelerate,
             which distributes batches of one row to the ranks in turn.
+        cost: what a row costs the model, `fv.row_cost(model)`. None: the sum of its documents'
+            squared lengths, by which full attention grows, for rows of equally many tokens.
         seed: random seed, combined with the epoch; at least 0.
-        window: rows per rank to sort together, at least, if there are so many; a larger window
-            balances better, but shuffles less.
+        window: minimum number of steps whose rows are sorted together; a larger window balances
+            better, but shuffles less.
         drop_last: whether to drop an incomplete last step; otherwise rows are repeated to fill it.
 
     Raises:
@@ -150,7 +149,7 @@ class BalancedSampler(Sampler[int]):
     def imbalance(self) -> float:
         """Return the maximum cost over ranks, summed over steps, relative to the mean over ranks.
 
-        1 is perfectly balanced; steps are slower than that by this factor.
+        The run takes this many times as long as with perfect balance, by this cost.
         """
         costs = self.costs[np.array(self.steps())]
         return float(costs.max(1).sum() / costs.mean(1).sum())

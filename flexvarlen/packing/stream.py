@@ -25,9 +25,14 @@ from flexvarlen.packing.examples import (
     piece_of,
 )
 from flexvarlen.packing.images import num_patches
-from flexvarlen.packing.loader_pass import rows_to_skip
+from flexvarlen.packing.loader_pass import rows_skipped_beyond_pass
 from flexvarlen.packing.pack import pack
 from flexvarlen.packing.stream_position import SEGMENT, Mark, Position, has_state, share_of
+
+OTHER_EPOCH = (
+    "epoch must be {state}, which load_state_dict resumed in the middle, got {epoch}; start the "
+    "loop over epochs there."
+)
 
 
 class StreamPacker(IterableDataset[list[Columns]]):
@@ -113,10 +118,10 @@ class StreamPacker(IterableDataset[list[Columns]]):
         self.num_long = self.num_dropped = 0
         self._at = Position(0)
         self._resumed: Position | None = None  # where the next iteration begins
-        self._source_epoch = 0  # that the dataset was given
+        self._source_epoch = 0  # last set on the dataset
         self._is_read = False  # of an iterator
         # Loader workers that persist see the epoch of the main process.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self._epoch = torch.tensor(-1).share_memory_()  # -1 before set_epoch
         # Tells the main process that workers pack, so it cannot count the rows.
         self._in_workers = torch.zeros((), dtype=torch.bool).share_memory_()
 
@@ -124,12 +129,21 @@ class StreamPacker(IterableDataset[list[Columns]]):
         """Iterate over the packed rows that follow the loaded state.
 
         Raises:
-            ValueError: see the class; or an iterator was read before, or the rows before the loaded
-                state are others than those of the run that saved it.
+            ValueError: see the class; or an iterator was read before, the loaded state is in the
+                middle of another epoch than that of `set_epoch`, or the rows before it differ from
+                those of the run that saved it.
         """
         # Now, not at the first row: torchdata makes an iterator that it does not use.
-        self._at, self._resumed = self._resumed or Position(int(self._epoch)), None
-        return self._iterate(self._at)
+        at, self._resumed = self._resumed or Position(self.epoch), None
+        if self._epoch >= 0 and at.epoch != self.epoch:  # a worker loads its state after set_epoch
+            raise ValueError(OTHER_EPOCH.format(state=at.epoch, epoch=self.epoch))
+        self._at = at
+        return self._iterate(at)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration, unless a state is loaded."""
+        return max(int(self._epoch), 0)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, also of the dataset if it has this method; accelerate and Trainer do.
@@ -139,10 +153,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
         """
         epoch = require_int_at_least("epoch", epoch, 0)
         if (at := self._resumed) and epoch != at.epoch:
-            raise ValueError(
-                f"epoch must be {at.epoch}, which load_state_dict resumed in the middle, "
-                f"got {epoch}; start the loop over epochs there."
-            )
+            raise ValueError(OTHER_EPOCH.format(state=at.epoch, epoch=epoch))
         self._epoch.fill_(epoch)
         self._set_epoch_of(self.dataset, epoch)
 
@@ -158,12 +169,11 @@ class StreamPacker(IterableDataset[list[Columns]]):
         if self._in_workers and worker is None:
             raise ValueError(
                 "num_workers must be 0 to save the state of a StreamPacker, as each worker counts "
-                "its own rows; use torchdata's StatefulDataLoader and save its state, set it to 0, "
-                "or let Trainer skip batches."
+                "its own rows; use torchdata's StatefulDataLoader, and save its state."
             )
         at = self._at
         return {
-            "epoch": at.epoch if at.has_begun else int(self._epoch),
+            "epoch": at.epoch if at.has_begun else self.epoch,
             "pass": at.passes,
             "rows": at.rows,
             "crc": at.crc,
@@ -173,12 +183,12 @@ class StreamPacker(IterableDataset[list[Columns]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume in the next iteration. Later ones begin with the epoch of `set_epoch`.
+        """Resume in the next iteration; later ones use the epoch of `set_epoch`.
 
-        A `datasets.IterableDataset` continues from its own state, unless it then gives other
-        examples, as after `shuffle(buffer_size=...)`, whose buffer the state omits. Then, and with
-        any other iterable, examples are read from the beginning and skipped. In both cases, up to
-        65,536 examples (or eight buffers) are packed again.
+        A `datasets.IterableDataset` continues from its own state. If its rows then differ, as after
+        `shuffle(buffer_size=...)`, whose buffer the state omits, or of any other iterable, examples
+        are read from the beginning and skipped. In all cases, up to 65,536 examples (or eight
+        buffers) are packed again.
 
         Raises:
             ValueError: the state was saved with other settings or another number of workers.
@@ -187,9 +197,10 @@ class StreamPacker(IterableDataset[list[Columns]]):
         now = self._settings | {"workers": 0 if worker is None else worker.num_workers}
         for name, expected in now.items():
             if (given := state.get(name)) != expected:
+                option = "num_workers" if name == "workers" else name
                 raise ValueError(
-                    f"the state's {name} must be {expected}, got {given}; resume with that {name}, "
-                    "or restart the stream."
+                    f"the state's {name} must be {expected}, got {given}; resume with "
+                    f"{option}={given}, or restart the stream."
                 )
         marks = deque([Mark(**state["segment"])], maxlen=2)
         self._at = Position(state["epoch"], state["pass"], state["rows"], state["crc"], marks)
@@ -217,7 +228,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
         if worker and has_state(dataset):
             dataset = deepcopy(dataset)  # its epoch is that of all processes
         if not at.has_begun:
-            at.epoch = int(self._epoch)
+            at.epoch = self.epoch
         while True:
             if (epoch := at.epoch + at.passes) != self._source_epoch:
                 self._set_epoch_of(dataset, epoch)
@@ -225,7 +236,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
             self._at = at
             yield from rows
             is_last = self.passes is not None and at.passes + 1 >= self.passes
-            if is_last and worker is None and (skipped := rows_to_skip(self, at.rows)):
+            if is_last and worker is None and (skipped := rows_skipped_beyond_pass(self, at.rows)):
                 raise ValueError(
                     f"passes must be None to skip {skipped} rows of a stream of {at.rows}, got "
                     f"{self.passes}; resume runs of several passes with the passes=None that they "
@@ -276,7 +287,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
                     rows, waiting = self._packed(waiting)
                     yield from map(at.count, rows)
             if read % segment == 0:
-                yield from self._emptied(waiting, at)
+                yield from self._flush(waiting, at)
                 waiting = []
                 state = source.state_dict() if keeps_state else None
                 at.marks.append(Mark(read, at.rows, at.crc, state))
@@ -291,9 +302,9 @@ class StreamPacker(IterableDataset[list[Columns]]):
                 f"{read} examples have none; check their labels and masks, and "
                 f"tokens={self.limits.tokens}, long={self.limits.long!r}."
             )
-        yield from self._emptied(waiting, at)
+        yield from self._flush(waiting, at)
 
-    def _emptied(self, waiting: list[Columns], at: Position) -> Iterator[list[Columns]]:
+    def _flush(self, waiting: list[Columns], at: Position) -> Iterator[list[Columns]]:
         """The rows of all documents that wait."""
         while waiting:
             rows, waiting = self._packed(waiting)

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset
 from flexvarlen.packing.examples import Columns
 
 SEGMENT = 32_768
-"""Examples after which the buffer is emptied, and four buffers at least: a resumed pass packs again
-from the beginning of the segment before its own, as no document waits there."""
+"""The buffer is emptied after so many examples (at least four buffers), so that resuming packs at
+most two segments again."""
 
 
 class Mark(NamedTuple):
@@ -36,7 +36,7 @@ class Position:
     passes: int = 0  # before this one
     rows: int = 0
     crc: int = 0
-    # Of the last two segments: the rows since the first show whether the dataset has resumed.
+    # The last two segments: packing both again checks that the dataset has resumed.
     marks: deque[Mark] = field(default_factory=lambda: deque([Mark()], maxlen=2))
 
     @property

@@ -11,5 +11,5 @@
 | `gather_keys.py` | the operator that moves them, and their gradients back |
 | `sharded_layout.py` | the layout of the pieces that one rank holds |
 | `trees.py` | trees, which lie whole on a rank |
-| `router_balance.py` | each rank's part of the loss that balances experts |
+| `router_loss.py` | each rank's part of the router loss |
 """

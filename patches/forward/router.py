@@ -1,7 +1,7 @@
-"""The loss by which a head balances experts, of trees and of rows over several ranks.
+"""Router losses (`aux_loss`), by which a mixture balances its experts, of trees and of shards.
 
-Where the ranks of a group share a row, a head does not compute the loss, as it has no logits of the
-routers: its base model keeps them for `add_balance`.
+Where ranks share a row, heads skip their own router loss, and the base model's router logits are
+kept for `add_router_loss`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flexvarlen.layout.labels import SAMPLE_COUNTS
-from flexvarlen.parallel.router_balance import balance_of_shard
+from flexvarlen.parallel.router_loss import shard_router_loss
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.batch.row import PackedRow
@@ -50,17 +50,17 @@ def _token_weights(given: Given, row: PackedRow) -> Tensor:
 
     Raises:
         ValueError: none, or of another number of tokens.
-        NotImplementedError: a head that may read the weights as a mask of ones, as Doge's does.
+        NotImplementedError: a head whose loss may be another, as Doge's is.
 
     No sync; traces under `fullgraph=True`.
     """
     parts, layout, counts = given.parts, row.layout, given.inputs.get(SAMPLE_COUNTS)
     if not is_verified(parts.model_class, parts.model_config.model_type):
         raise NotImplementedError(
-            "output_router_logits must be False with sample_counts, a packed_layout of trees, or a "
-            "shard of a row, in a model that is not of a verified family, whose auxiliary loss may "
-            f"be another, got True for {parts.model_class.__name__}; pack each path as a document, "
-            "and give each rank its own rows."
+            "output_router_logits must be False for trees and for a row over several ranks in a "
+            "model that is not of a verified family, whose router loss may be another, got True of "
+            f"{parts.model_class.__name__}; set it to False, or give each rank whole rows of plain "
+            "documents."
         )
     if not _counts_samples(given, row):
         return layout.real_tokens().long()[None]
@@ -78,18 +78,18 @@ def _token_weights(given: Given, row: PackedRow) -> Tensor:
 # ---- a row over several ranks ----
 
 
-def leave_balance(given: Given, row: PackedRow, packed: PackedForward, inputs: Inputs) -> None:
-    """Let a head's base model return the logits of routers, but the head not compute their loss.
+def defer_router_loss(given: Given, row: PackedRow, packed: PackedForward, inputs: Inputs) -> None:
+    """Let a head's base model return router logits, but the head not compute their loss.
 
-    The head of one rank would take it of the rank's tokens. Heads without such a loss, like
-    DeepSeek-V3's, have no coefficient of it.
+    A head would compute it from its own rank's tokens alone. Heads without `router_aux_loss_coef`,
+    as DeepSeek-V3's, have no such loss.
     """
     if returns_router_logits(given) and hasattr(given.module, "router_aux_loss_coef"):
         packed.delivery.token_weights = _token_weights(given, row)
         inputs["output_router_logits"] = False
 
 
-def ask_router_logits(module: nn.Module, patch: Patch, inputs: Inputs) -> None:
+def request_router_logits(module: nn.Module, patch: Patch, inputs: Inputs) -> None:
     """Let a base model return the logits of its routers if its head needs them."""
     packed = inputs.get(CONTEXT)
     if isinstance(packed, PackedForward) and packed.delivery.token_weights is not None:
@@ -102,18 +102,18 @@ def keep_router_logits(module: nn.Module, packed: PackedForward, outputs: Any) -
         packed.delivery.router_logits = outputs["router_logits"]
 
 
-def add_balance(module: Any, packed: PackedForward, outputs: Any) -> None:
+def add_router_loss(module: Any, packed: PackedForward, outputs: Any) -> None:
     """Give a head this rank's part of the row's loss. Waits for the other ranks of the row."""
     weights, logits = packed.delivery.token_weights, packed.delivery.router_logits
     if weights is None:
         return
     top_k = module.num_experts_per_tok
-    outputs["aux_loss"] = balance_of_shard(logits, weights, top_k, packed.group)
+    outputs["aux_loss"] = shard_router_loss(logits, weights, top_k, packed.group)
     if outputs.get("loss") is not None:
-        outputs["loss"] = outputs["loss"] + balance_loss(module, outputs)
+        outputs["loss"] = outputs["loss"] + router_loss(module, outputs)
 
 
-def balance_loss(head: nn.Module, outputs: Any) -> Tensor | float:
+def router_loss(head: nn.Module, outputs: Any) -> Tensor | float:
     """What transformers' heads add to their loss to balance experts; 0 if they add none."""
     loss = outputs.get("aux_loss")
     if not isinstance(loss, Tensor):

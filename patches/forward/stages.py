@@ -22,10 +22,10 @@ from flexvarlen.patches.forward.pooling import (
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, recurrent_documents
 from flexvarlen.patches.forward.refusals import prepare_shared_keys, refuse_sound
 from flexvarlen.patches.forward.router import (
-    add_balance,
-    ask_router_logits,
+    add_router_loss,
+    defer_router_loss,
     keep_router_logits,
-    leave_balance,
+    request_router_logits,
     weigh_tokens,
 )
 from flexvarlen.patches.forward.sequence_parallel import check_shard
@@ -55,7 +55,7 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
     has_router = hasattr(parts.config, "output_router_logits") or not is_verified(
         parts.model_class, parts.model_config.model_type
     )
-    shares_balance = has_router and over_ranks
+    shares_router_loss = has_router and over_ranks
     pads = settings.unpad or below.labels == "document"
     may_pool = is_base and not parts.causal
     return Stages(
@@ -63,7 +63,7 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
             (is_base and parts.shares_keys, prepare_shared_keys),
             (is_base and parts.drops_keywords, context_from_mask),
             (is_base and has_idle_tower(parts), run_idle_tower),
-            (is_base and shares_balance, ask_router_logits),
+            (is_base and shares_router_loss, request_router_logits),
         ),
         refusals=_those((has_sound, refuse_sound), (over_ranks, check_shard)),
         batch=_those(
@@ -84,14 +84,14 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
         keywords=(CONTEXT, DOCUMENTS) if parts.recurrent else (CONTEXT,),
         head=_those(
             (not is_base and has_router and not over_ranks, weigh_tokens),
-            (not is_base and shares_balance, leave_balance),
+            (not is_base and shares_router_loss, defer_router_loss),
             (not is_base and parts.drops_keywords, context_into_mask),
         ),
         outputs=_those(
             (is_base and pads, pad_outputs),
             (may_pool, pool_outputs),
-            (is_base and shares_balance, keep_router_logits),
-            (not is_base and shares_balance, add_balance),
+            (is_base and shares_router_loss, keep_router_logits),
+            (not is_base and shares_router_loss, add_router_loss),
         ),
     )
 

@@ -24,7 +24,7 @@ from flexvarlen.patches.forward.head_checks import wrap_loss
 from flexvarlen.patches.forward.make_row import make_packed_forward, make_row
 from flexvarlen.patches.forward.neftune import scale_noise_by_document
 from flexvarlen.patches.forward.refusals import check_inputs
-from flexvarlen.patches.forward.router import balance_loss
+from flexvarlen.patches.forward.router import router_loss
 from flexvarlen.patches.forward.under_head import HEAD_DROPPED_DOCUMENTS
 from flexvarlen.patches.forward.wrapper import Steps
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, LostDocuments, Patch
@@ -82,7 +82,7 @@ def after_forward(module: nn.Module, inputs: Inputs, outputs: Any) -> None:
     if ATTRIBUTE in base.__dict__ and row.several and not packed.delivery.reached_base:
         raise LostDocuments(HEAD_DROPPED_DOCUMENTS)
     if row.targets.loss is not None:
-        outputs["loss"] = row.targets.loss(outputs.logits) + balance_loss(module, outputs)
+        outputs["loss"] = row.targets.loss(outputs.logits) + router_loss(module, outputs)
 
 
 STEPS = Steps(before_forward, after_forward, reads=COLUMNS)

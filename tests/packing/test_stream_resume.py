@@ -137,7 +137,7 @@ def test_a_stream_of_datasets_continues_from_its_state():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"workers": 2}, "the state's workers must be 0, got 2; resume with that workers"),
+        ({"workers": 2}, "the state's workers must be 0, got 2; resume with num_workers=2"),
         ({"buffer": 5}, "the state's buffer must be 4, got 5"),
         ({"crc": 1}, "its first 9 rows are not those that were yielded"),
         ({"rows": 8}, "its first 8 rows are not those that were yielded"),
@@ -200,6 +200,21 @@ def test_torchdata_resumes_in_the_second_epoch(source, workers):
         if stop == end - 2:
             later.set_epoch(2)
             assert list(resumed) == whole[2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_that_begins_with_another_epoch_is_a_sentence(workers):
+    """The loader gives the state to the stream after set_epoch; the epoch would be run twice."""
+    stream, loader = stateful("list", workers)
+    stream.set_epoch(1)
+    next(batches := iter(loader))
+    state = loader.state_dict()
+    del batches
+    later, resumed = stateful("list", workers)
+    resumed.load_state_dict(state)
+    later.set_epoch(0)
+    with pytest.raises(ValueError, match=r"epoch must be 1, which load_state_dict .*, got 0"):
+        list(resumed)
 
 
 def test_accelerate_resumes_in_the_second_epoch(fresh_accelerate):

@@ -224,6 +224,6 @@ def test_a_tree_in_a_model_that_is_not_verified(monkeypatch):
     monkeypatch.setattr(router, "is_verified", lambda *_: False)
     model = fv.patch_model(balanced_model("mixtral"), "sdpa")
     with pytest.raises(
-        NotImplementedError, match="output_router_logits must be False with sample_counts"
+        NotImplementedError, match="output_router_logits must be False for trees"
     ):
         model(**tree_of(samples()))

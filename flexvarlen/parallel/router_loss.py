@@ -1,4 +1,4 @@
-"""The loss by which routers balance experts, of a row that several ranks share.
+"""The router loss, by which a mixture balances its experts, of a row that several ranks share.
 
 For one row it is E · Σ_e f_e · P_e: E experts, f_e the times that tokens choose expert e, and P_e
 the sum of its router probabilities, each over all layers and divided by their tokens (Switch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def balance_of_shard(
+def shard_router_loss(
     logits: tuple[Tensor, ...], weights_T: Tensor, top_k: int, group: Any
 ) -> Tensor:
     """This rank's part of the loss of a row; the parts sum to it.
