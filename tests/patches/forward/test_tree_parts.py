@@ -448,6 +448,7 @@ def test_a_scan_in_plain_torch_breaks_the_graph(family):
     assert stats.compilations == 0
 
 
+@pytest.mark.slow
 def test_one_graph_of_fla_operators(monkeypatch):
     """Their states are in float32, and so is the loss."""
     plain_fla.run_on_the_cpu(monkeypatch)
