@@ -177,7 +177,7 @@ def main(
         row = collate_row(documents)
         return fv.shard_batch(row, rank, context_parallel, **options) if sharing else row
 
-    cost = fv.row_cost(network)
+    cost = fv.row_cost(network, padded=True)
     sampler = fv.BalancedSampler(lengths, num_replicas=groups, cost=cost, seed=seed)
     loader = DataLoader(rows, sampler=sampler, collate_fn=collate, pin_memory=on_gpu)
     weights = network.parameters()

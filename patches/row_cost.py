@@ -17,7 +17,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
 """The names that configs give the number of experts of a token."""
 
 
-def row_cost(model: nn.Module) -> RowCost:
+def row_cost(model: nn.Module, *, padded: bool = False) -> RowCost:
     """Return what a packed row costs a model, for `BalancedSampler` and `PackedDataset`.
 
     Counted, in FLOPs of forward and backward:
@@ -31,13 +31,15 @@ def row_cost(model: nn.Module) -> RowCost:
 
     Args:
         model: a transformers model, patched or not, also inside wrappers, with weights or on the
-            meta device; before FSDP1 or ZeRO-3 shard it.
+            meta device; before FSDP1 or ZeRO-3 shard it. Inactive adapters count too.
+        padded: whether all rows are padded to one size (`total_tokens=`). Padding costs what tokens
+            do, so only attention differs between such rows.
 
     Returns:
         A `RowCost`, in FLOPs.
 
     Raises:
-        ValueError: there is no transformers model inside.
+        ValueError: there is no transformers model inside, or its parameters are sharded.
         NotImplementedError: the model's config does not say how many experts a token uses.
 
     >>> import flexvarlen as fv
@@ -48,12 +50,19 @@ def row_cost(model: nn.Module) -> RowCost:
     True
     """
     inner = transformers_model(model)
+    if any(not parameter.numel() for parameter in inner.parameters()):
+        raise ValueError(
+            "the model must have all its parameters, got some that are empty; call row_cost before "
+            "the model is sharded."
+        )
     parts = ModelParts.of(inner)
     tower = parts.text_tower(inner)
     per_pair: Counter[MaskSpec] = Counter()
     for kind in kinds_of_layers(tower, parts.config):
         # Two matrix products in the forward, and five in the backward, as FlashAttention counts.
         per_pair[kind.spec] += 14 * kind.num_heads * kind.head_dim  # type: ignore[assignment]
+    if padded and per_pair:
+        return RowCost(0.0, per_pair)
     head = {*inner.modules()} - {*parts.base(inner).modules()}
     per_token = sum(_flops(part, parts.config) for part in [*tower.modules(), *head])
     return RowCost(per_token, per_pair)

@@ -89,22 +89,36 @@ def current_pass(sampler: object, of: object = None) -> LoaderPass | None:
 
 def rows_skipped_beyond_pass(stream: object, rows: int) -> int:
     """Return the rows that accelerate skips, if more than the stream's pass has; else 0."""
-    if (state := sys.modules.get("accelerate.state")) is None:
+    loader, shards = _loader_of_stream(stream)
+    if loader is None:
         return 0
+    dealers = [(loader.state, loader)] if _dispatches(loader) else [(x, x) for x in shards]
+    processes = max((_of_pass(x, "num_processes") for x, _ in dealers), default=1)
+    splits = any(_of_pass(x, "split_batches") for _, x in dealers)
+    step = (loader.batch_size or 1) * (1 if splits else processes)
+    skipped = int(_of_pass(loader, "skip_batches"))
+    return skipped * step if skipped > -(-rows // step) else 0
+
+
+def reads_ahead(stream: object) -> bool:
+    """Whether accelerate's loader has drawn a batch of a stream's pass that it has not yielded.
+
+    With `use_stateful_dataloader` it keeps the stream's state of before that batch.
+    """
+    loader, _ = _loader_of_stream(stream)
+    return loader is not None and not _of_pass(loader, "use_stateful_dataloader")
+
+
+def _loader_of_stream(stream: object) -> tuple[Any, list[Any]]:
+    """The loader of the latest unfinished pass over a stream, or None, and its shards of it."""
+    if (state := sys.modules.get("accelerate.state")) is None:
+        return None, []
     for loader in reversed(state.GradientState().dataloader_references):
-        dispatches = _dispatches(loader)
-        if not dispatches and not _instances([loader], "DataLoaderShard"):
-            continue
-        shards = _instances([loader.dataset], "IterableDatasetShard")
-        if stream not in (loader.dataset, *(shard.dataset for shard in shards)):
-            continue
-        dealers = [(loader.state, loader)] if dispatches else [(x, x) for x in shards]
-        processes = max((_of_pass(x, "num_processes") for x, _ in dealers), default=1)
-        splits = any(_of_pass(x, "split_batches") for _, x in dealers)
-        step = (loader.batch_size or 1) * (1 if splits else processes)
-        skipped = int(_of_pass(loader, "skip_batches"))
-        return skipped * step if skipped > -(-rows // step) else 0
-    return 0
+        if _dispatches(loader) or _instances([loader], "DataLoaderShard"):
+            shards = _instances([loader.dataset], "IterableDatasetShard")
+            if any(stream is each for each in (loader.dataset, *(x.dataset for x in shards))):
+                return loader, shards
+    return None, []
 
 
 def is_dispatched(loaders: Sequence[Any] | None = None) -> bool:

@@ -25,13 +25,13 @@ from flexvarlen.packing.examples import (
     piece_of,
 )
 from flexvarlen.packing.images import num_patches
-from flexvarlen.packing.loader_pass import rows_skipped_beyond_pass
+from flexvarlen.packing.loader_pass import reads_ahead, rows_skipped_beyond_pass
 from flexvarlen.packing.pack import pack
 from flexvarlen.packing.stream_position import SEGMENT, Mark, Position, has_state, share_of
 
-OTHER_EPOCH = (
-    "epoch must be {state}, which load_state_dict resumed in the middle, got {epoch}; start the "
-    "loop over epochs there."
+OTHER_SETTING = (
+    "{0} must be {1}, as when the state was saved, got {2}; resume with {0}={1}, or restart the "
+    "stream."
 )
 
 
@@ -134,9 +134,13 @@ class StreamPacker(IterableDataset[list[Columns]]):
                 those of the run that saved it.
         """
         # Now, not at the first row: torchdata makes an iterator that it does not use.
+        if self._epoch >= 0:  # again, as a worker loads its state after set_epoch
+            self._check_epoch(self.epoch)
         at, self._resumed = self._resumed or Position(self.epoch), None
-        if self._epoch >= 0 and at.epoch != self.epoch:  # a worker loads its state after set_epoch
-            raise ValueError(OTHER_EPOCH.format(state=at.epoch, epoch=self.epoch))
+        worker = get_worker_info()
+        workers = 0 if worker is None else worker.num_workers
+        if at.workers not in (None, workers):
+            raise ValueError(OTHER_SETTING.format("num_workers", at.workers, workers))
         self._at = at
         return self._iterate(at)
 
@@ -152,8 +156,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
             ValueError: a loaded state is in the middle of another epoch.
         """
         epoch = require_int_at_least("epoch", epoch, 0)
-        if (at := self._resumed) and epoch != at.epoch:
-            raise ValueError(OTHER_EPOCH.format(state=at.epoch, epoch=epoch))
+        self._check_epoch(epoch)
         self._epoch.fill_(epoch)
         self._set_epoch_of(self.dataset, epoch)
 
@@ -163,13 +166,19 @@ class StreamPacker(IterableDataset[list[Columns]]):
         May be called between any two rows. Each rank saves its own.
 
         Raises:
-            ValueError: loader workers yield the rows, each in its own copy.
+            ValueError: loader workers yield the rows, each in its own copy, or a loader of
+                accelerate has read ahead.
         """
         worker = get_worker_info()
         if self._in_workers and worker is None:
             raise ValueError(
                 "num_workers must be 0 to save the state of a StreamPacker, as each worker counts "
                 "its own rows; use torchdata's StatefulDataLoader, and save its state."
+            )
+        if reads_ahead(self):
+            raise ValueError(
+                "accelerate's loader must be a stateful one, as it reads a batch ahead; pass "
+                "DataLoaderConfiguration(use_stateful_dataloader=True), and save its state."
             )
         at = self._at
         return {
@@ -178,6 +187,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
             "rows": at.rows,
             "crc": at.crc,
             "segment": at.marks[0]._asdict(),
+            "has_ended": at.has_ended,
             "workers": 0 if worker is None else worker.num_workers,
             **self._settings,
         }
@@ -191,22 +201,30 @@ class StreamPacker(IterableDataset[list[Columns]]):
         buffers) are packed again.
 
         Raises:
-            ValueError: the state was saved with other settings or another number of workers.
+            ValueError: the state was saved with other settings. Another number of workers raises
+                when the iteration begins.
         """
-        worker = get_worker_info()
-        now = self._settings | {"workers": 0 if worker is None else worker.num_workers}
-        for name, expected in now.items():
-            if (given := state.get(name)) != expected:
-                option = "num_workers" if name == "workers" else name
-                raise ValueError(
-                    f"the state's {name} must be {expected}, got {given}; resume with "
-                    f"{option}={given}, or restart the stream."
-                )
+        for name, now in self._settings.items():
+            if (saved := state.get(name)) != now:
+                raise ValueError(OTHER_SETTING.format(name, saved, now))
         marks = deque([Mark(**state["segment"])], maxlen=2)
-        self._at = Position(state["epoch"], state["pass"], state["rows"], state["crc"], marks)
+        where = state["epoch"], state["pass"], state["rows"], state["crc"]
+        self._at = Position(*where, marks, state["has_ended"], state["workers"])
         self._resumed = self._at if self._at.has_begun else None
         if self._resumed is None:
             self._epoch.fill_(state["epoch"])
+
+    def _check_epoch(self, epoch: int) -> None:
+        """Check that a loaded state is of this epoch; forget one of an earlier epoch's end."""
+        at = self._resumed
+        if at is None or at.epoch == epoch:
+            return
+        if not at.has_ended or epoch < at.epoch:
+            raise ValueError(
+                f"epoch must be {at.epoch}, which load_state_dict resumed in the middle, got "
+                f"{epoch}; start the loop over epochs there."
+            )
+        self._resumed = None
 
     def _set_epoch_of(self, dataset: Any, epoch: int) -> None:
         self._source_epoch = epoch
@@ -229,20 +247,23 @@ class StreamPacker(IterableDataset[list[Columns]]):
             dataset = deepcopy(dataset)  # its epoch is that of all processes
         if not at.has_begun:
             at.epoch = self.epoch
+        drawn = 0  # rows of all passes of this iteration
         while True:
             if (epoch := at.epoch + at.passes) != self._source_epoch:
                 self._set_epoch_of(dataset, epoch)
             at, rows = self._resume(at, dataset) if at.rows else (at, self._rows(at, dataset))
             self._at = at
             yield from rows
+            drawn += at.rows
             is_last = self.passes is not None and at.passes + 1 >= self.passes
-            if is_last and worker is None and (skipped := rows_skipped_beyond_pass(self, at.rows)):
+            if is_last and worker is None and (skipped := rows_skipped_beyond_pass(self, drawn)):
                 raise ValueError(
-                    f"passes must be None to skip {skipped} rows of a stream of {at.rows}, got "
+                    f"passes must be None to skip {skipped} rows of a stream of {drawn}, got "
                     f"{self.passes}; resume runs of several passes with the passes=None that they "
                     "were begun with."
                 )
             if is_last or not at.rows:  # a worker's share may be empty
+                at.has_ended = True
                 return
             at = Position(at.epoch, at.passes + 1)
 
@@ -254,7 +275,8 @@ class StreamPacker(IterableDataset[list[Columns]]):
             if state is not None:
                 source = deepcopy(dataset)  # else later passes would begin with the state
                 source.load_state_dict(state)
-            found = Position(at.epoch, at.passes, mark.rows, mark.crc, deque([mark], maxlen=2))
+            begun = deque([mark], maxlen=2)
+            found = Position(at.epoch, at.passes, mark.rows, mark.crc, begun, workers=at.workers)
             rows = self._rows(found, source, mark.read if state is None else 0)
             try:
                 deque(islice(rows, at.rows - mark.rows), maxlen=0)

@@ -38,6 +38,8 @@ class Position:
     crc: int = 0
     # The last two segments: packing both again checks that the dataset has resumed.
     marks: deque[Mark] = field(default_factory=lambda: deque([Mark()], maxlen=2))
+    has_ended: bool = False  # with its last pass
+    workers: int | None = None  # of the run whose state was loaded
 
     @property
     def has_begun(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.labels import SAMPLE_COUNTS
@@ -84,9 +85,11 @@ def defer_router_loss(given: Given, row: PackedRow, packed: PackedForward, input
     A head would compute it from its own rank's tokens alone. Heads without `router_aux_loss_coef`,
     as DeepSeek-V3's, have no such loss.
     """
-    if returns_router_logits(given) and hasattr(given.module, "router_aux_loss_coef"):
-        packed.delivery.token_weights = _token_weights(given, row)
-        inputs["output_router_logits"] = False
+    if returns_router_logits(given):
+        weights = _token_weights(given, row)  # refuses heads whose loss may be another
+        if hasattr(given.module, "router_aux_loss_coef"):
+            packed.delivery.token_weights = weights
+            inputs["output_router_logits"] = False
 
 
 def request_router_logits(module: nn.Module, patch: Patch, inputs: Inputs) -> None:
@@ -110,7 +113,8 @@ def add_router_loss(module: Any, packed: PackedForward, outputs: Any) -> None:
     top_k = module.num_experts_per_tok
     outputs["aux_loss"] = shard_router_loss(logits, weights, top_k, packed.group)
     if outputs.get("loss") is not None:
-        outputs["loss"] = outputs["loss"] + router_loss(module, outputs)
+        loss = outputs["loss"]
+        outputs["loss"] = loss + torch.as_tensor(router_loss(module, outputs)).to(loss.device)
 
 
 def router_loss(head: nn.Module, outputs: Any) -> Tensor | float:

@@ -74,7 +74,9 @@ def test_a_stream(max_patches):
 
 def test_a_state_of_another_limit_is_refused():
     state = fv.StreamPacker(EXAMPLES, 64, max_patches=24).state_dict()
-    with pytest.raises(ValueError, match="the state's max_patches must be 30, got 24"):
+    with pytest.raises(
+        ValueError, match="max_patches must be 24, as when the state was saved, got 30"
+    ):
         fv.StreamPacker(EXAMPLES, 64, max_patches=30).load_state_dict(state)
 
 

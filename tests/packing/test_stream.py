@@ -149,9 +149,9 @@ def test_a_state_of_other_rows_or_another_stream_is_a_sentence():
     stream = packer([2, 3], tokens=4)
     next(iter(stream))
     state = stream.state_dict()
-    with pytest.raises(ValueError, match="the state's tokens must be 16, got 4"):
+    with pytest.raises(ValueError, match="tokens must be 4, as when the state was saved, got 16"):
         packer([2], tokens=16).load_state_dict(state)
-    with pytest.raises(ValueError, match="the state's buffer must be 5, got 16"):
+    with pytest.raises(ValueError, match="buffer must be 16, as when the state was saved, got 5"):
         packer([2], tokens=4, buffer=5).load_state_dict(state)
     shorter = packer([2], tokens=4)
     shorter.load_state_dict(state | {"rows": 2})

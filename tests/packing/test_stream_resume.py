@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
@@ -137,8 +137,8 @@ def test_a_stream_of_datasets_continues_from_its_state():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"workers": 2}, "the state's workers must be 0, got 2; resume with num_workers=2"),
-        ({"buffer": 5}, "the state's buffer must be 4, got 5"),
+        ({"workers": 2}, "num_workers must be 2, as when the state was saved, got 0; resume"),
+        ({"buffer": 5}, "buffer must be 5, as when the state was saved, got 4"),
         ({"crc": 1}, "its first 9 rows are not those that were yielded"),
         ({"rows": 8}, "its first 8 rows are not those that were yielded"),
     ],
@@ -217,14 +217,44 @@ def test_a_loop_that_begins_with_another_epoch_is_a_sentence(workers):
         list(resumed)
 
 
+def test_a_state_of_the_end_and_the_next_epoch():
+    first, later = packer("reordered"), packer("reordered")
+    list(first)
+    first.set_epoch(1)
+    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    later.set_epoch(1)
+    assert first_tokens(later) == first_tokens(first)
+
+
+def by_accelerate(loader, **options):
+    config = DataLoaderConfiguration(dispatch_batches=False, **options)
+    return Accelerator(cpu=True, dataloader_config=config).prepare(loader)
+
+
+def test_a_batch_that_accelerate_reads_ahead_is_a_sentence(fresh_accelerate):
+    stream = packer("list")
+    loader = by_accelerate(DataLoader(stream, batch_size=2, collate_fn=collate))
+    next(batches := iter(loader))
+    with pytest.raises(ValueError, match="pass DataLoaderConfiguration"):
+        stream.state_dict()
+    list(batches)
+    assert stream.state_dict()["has_ended"]
+
+
+def test_batches_of_several_passes_are_skipped(fresh_accelerate):
+    whole = list(by_accelerate(DataLoader(packer("list", 2), collate_fn=collate)))
+    stop = 2 * len(whole) // 3
+    loader = by_accelerate(DataLoader(packer("list", 2), collate_fn=collate))
+    assert list(skip_first_batches(loader, stop)) == whole[stop:]
+
+
 def test_accelerate_resumes_in_the_second_epoch(fresh_accelerate):
     """Its loader asks for a state before the epoch is set, and reads a batch ahead."""
     pytest.importorskip("torchdata.stateful_dataloader", reason="needs torchdata")
-    options = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=False)
 
     def prepared():
         loader = DataLoader(packer("shuffled"), batch_size=2, collate_fn=collate)
-        loader = Accelerator(cpu=True, dataloader_config=options).prepare(loader)
+        loader = by_accelerate(loader, use_stateful_dataloader=True)
         loader.set_epoch(1)
         return loader
 

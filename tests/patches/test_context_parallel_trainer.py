@@ -31,6 +31,7 @@ from tests.patches.context_parallel_ranks import (
     trainer_of,
 )
 from tests.ranks import Ranks
+from tests.slow import with_slow
 from tests.tiny_models import new_model
 
 SPEED = ("_runtime", "_per_second", "total_flos")
@@ -83,7 +84,7 @@ def test_logs_and_weights_are_those_of_one_process(made, name, tmp_path):
 
 
 @MESHED
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", with_slow(MESHES, ["fsdp 4, ep 4", "fsdp 2, tp 2"]))
 def test_a_step_on_a_mesh_of_transformers_is_that_of_one_process(made, mesh):
     """Pairs of ranks share a row; experts, weights and heads lie on other groups of ranks."""
     loss, gradients = made(step_on_mesh, mesh)

@@ -112,7 +112,7 @@ def test_isolation_is_verified_on_tensor_parallel_ranks(ranks, leaks):
 
 
 @pytest.mark.parametrize("mesh", ["tp", "fsdp"])
-@pytest.mark.parametrize("run", with_slow(["Trainer", "padding_free", "packing"], ["packing"]))
+@pytest.mark.parametrize("run", with_slow(["Trainer", "padding_free", "packing"], ["padding_free"]))
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_trainers(ranks, run, mesh):
     """Tensor-parallel ranks get the same rows, others share them out."""

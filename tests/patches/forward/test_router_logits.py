@@ -223,7 +223,5 @@ def test_a_tree_in_a_model_that_is_not_verified(monkeypatch):
     """Doge's loss counts a token once, whatever its mask holds."""
     monkeypatch.setattr(router, "is_verified", lambda *_: False)
     model = fv.patch_model(balanced_model("mixtral"), "sdpa")
-    with pytest.raises(
-        NotImplementedError, match="output_router_logits must be False for trees"
-    ):
+    with pytest.raises(NotImplementedError, match="output_router_logits must be False for trees"):
         model(**tree_of(samples()))
