@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import BertForSequenceClassification, BertModel, LlamaForTokenClassification
+from transformers import (
+    BertForSequenceClassification,
+    BertModel,
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    LlamaForTokenClassification,
+)
 
 import flexvarlen as fv
 from flexvarlen.parallel.documents import documents_attention
@@ -93,6 +99,12 @@ def refused_forwards(group: Any) -> list[str]:
     pooler, classifier = BertModel(bert.config), BertForSequenceClassification(bert.config)
     encoder, pooler, classifier = map(patched, (bert, pooler, classifier))
 
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "kv_channels": 16, "num_hidden_layers": 2}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
+    unlisted = JetMoeForCausalLM(JetMoeConfig(vocab_size=100, **sizes, **experts))
+    for each in (None, group):
+        fv.patch_model(unlisted, "sdpa", verify=True, sequence_parallel_group=each)
+
     reordered = dict(reversed(ROW.items()))  # which is the same row
     shard = fv.shard_row(reordered if dist.get_rank(group) else ROW, group)
     ids, own = shard["input_ids"], shard["packed_layout"]
@@ -153,6 +165,7 @@ def refused_forwards(group: Any) -> list[str]:
         ("BertForSequenceClassification pools documents", classifier, own_shard(**both_ways)),
         ("labels must be next tokens under sequence_parallel_group", tagger, shard),
         ("attention dropout must be 0", dropping, own_shard()),
+        ("output_router_logits must be False for trees and for a row", unlisted, shard),
     ]
     failed = []
     with rows_without_a_case(sequence_parallel, "SHARDS") as without:

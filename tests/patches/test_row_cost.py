@@ -61,6 +61,19 @@ def test_frozen_weights_have_no_gradient():
     assert fv.row_cost(model).per_token * TOKENS == products(model)
 
 
+def test_padded_rows_differ_by_their_pairs():
+    cost = fv.row_cost(new_model("llama"), padded=True)
+    assert (cost.per_token, cost.per_pair) == (0, SHOWN["llama"])
+    assert fv.row_cost(new_model("mamba2"), padded=True).per_token > 0  # it has no pairs
+
+
+def test_a_sharded_model_is_refused():
+    model = new_model("qwen3_moe")
+    model.model.layers[0].mlp.experts.down_proj.data = torch.empty(0)  # as ZeRO-3 does
+    with pytest.raises(ValueError, match="call row_cost before the model is sharded"):
+        fv.row_cost(model)
+
+
 def test_an_unknown_number_of_experts_is_refused():
     model = new_model("qwen3_moe")
     model.config.__dict__["num_experts_per_tok"] = None
