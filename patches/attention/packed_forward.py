@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -75,20 +76,13 @@ SHARD_WITHOUT_GROUP = (
 )
 
 
+@dataclass(eq=False)
 class Delivery:
-    """What a head and its base model tell one another.
+    """State shared by a head and its base model."""
 
-    Attributes:
-        reached_base: whether the base model received the documents that its head had found.
-        token_weights: how often each token counts in the routers' loss, int64 `[1, T]`, where the
-            ranks of a row share it; None: the head's own loss, or none.
-        router_logits: those of the base model, for this loss.
-    """
-
-    def __init__(self) -> None:
-        self.reached_base = False
-        self.token_weights: Tensor | None = None
-        self.router_logits: tuple[Tensor, ...] = ()
+    reached_base: bool = False  # whether the base model received the documents of its head
+    token_weights: Tensor | None = None  # int64 `[1, T]`, if ranks share the row's router loss
+    router_logits: tuple[Tensor, ...] = ()  # of the base model, for this loss
 
 
 class PackedForward:
@@ -101,20 +95,18 @@ class PackedForward:
         backend: a backend's name, or a mapping from layer types to names; "auto" is resolved for
             each kind of layer.
         deterministic, batch_invariant: as in `packed_attention`.
-        training: let "auto" assume a backward even if gradients are disabled: a reentrant
-            checkpoint runs a training forward without them first, and a trainer's reference model
-            should round as the policy does, which it does by the same kernel.
+        training: let "auto" assume a backward even if gradients are disabled, as a reentrant
+            checkpoint's are at first, and a reference model's, which should round as the policy.
         kinds: the kinds of the model's layers, as far as they are known.
         has_all_kinds: whether every layer must be of one of `kinds`.
-        group: the ranks over which the row is sharded; the layout is then this rank's shard. None
-            for a whole row.
+        group: the ranks over which the row is sharded, of which the layout is a shard; or None.
         has_temperature: whether layers scale queries by their position in the row.
         chunk_size: tokens of a chunk, in layers that have chunks.
         routes: the routes by kind; built before the first layer, or when a layer of another kind
             needs one.
         recurrent: the documents for recurrent layers; None if the model has none.
         row: the row of the whole forward; for layers outside a patched model, only its layout.
-        delivery: what a head and its base model tell one another; shared by copies.
+        delivery: state shared by a head and its base model, and by copies of this object.
     """
 
     def __init__(
