@@ -175,8 +175,10 @@ def stateful(source, workers, passes=1):
     [
         *((source, 0) for source in SOURCES),
         ("list", 2),
-        ("datasets", SHARDS + 1),  # one worker more than there are shards
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("reordered", 2), ("shuffled", 2))),
+        *(
+            pytest.param(source, workers, marks=pytest.mark.slow)
+            for source, workers in [("reordered", 2), ("shuffled", 2), ("datasets", SHARDS + 1)]
+        ),  # the last with a worker more than there are shards
     ],
 )
 def test_torchdata_resumes_in_the_second_epoch(source, workers):

@@ -65,7 +65,7 @@ def values(log):
 
 
 MESHED = pytest.mark.skipif(not HAS_MESHES, reason="this transformers has no meshes of experts")
-OF_RUNS = {"expert_parallel": MESHED}
+OF_RUNS = {"expert_parallel": [MESHED, pytest.mark.slow]}
 
 
 @pytest.mark.usefixtures("_as_it_was")
