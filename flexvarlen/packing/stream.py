@@ -27,7 +27,14 @@ from flexvarlen.packing.examples import (
 from flexvarlen.packing.images import num_patches
 from flexvarlen.packing.loader_pass import reads_ahead, rows_skipped_beyond_pass
 from flexvarlen.packing.pack import pack
-from flexvarlen.packing.stream_position import SEGMENT, Mark, Position, has_state, share_of
+from flexvarlen.packing.stream_position import (
+    SEGMENT,
+    Mark,
+    Position,
+    has_state,
+    loader_workers,
+    share_of,
+)
 
 OTHER_SETTING = (
     "{0} must be {1}, as when the state was saved, got {2}; resume with {0}={1}, or restart the "
@@ -137,9 +144,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
         if self._epoch >= 0:  # again, as a worker loads its state after set_epoch
             self._check_epoch(self.epoch)
         at, self._resumed = self._resumed or Position(self.epoch), None
-        worker = get_worker_info()
-        workers = 0 if worker is None else worker.num_workers
-        if at.workers not in (None, workers):
+        if at.workers not in (None, workers := loader_workers()):
             raise ValueError(OTHER_SETTING.format("num_workers", at.workers, workers))
         self._at = at
         return self._iterate(at)
@@ -169,8 +174,8 @@ class StreamPacker(IterableDataset[list[Columns]]):
             ValueError: loader workers yield the rows, each in its own copy, or a loader of
                 accelerate has read ahead.
         """
-        worker = get_worker_info()
-        if self._in_workers and worker is None:
+        workers = loader_workers()
+        if self._in_workers and not workers:
             raise ValueError(
                 "num_workers must be 0 to save the state of a StreamPacker, as each worker counts "
                 "its own rows; use torchdata's StatefulDataLoader, and save its state."
@@ -188,7 +193,7 @@ class StreamPacker(IterableDataset[list[Columns]]):
             "crc": at.crc,
             "segment": at.marks[0]._asdict(),
             "has_ended": at.has_ended,
-            "workers": 0 if worker is None else worker.num_workers,
+            "workers": workers,
             **self._settings,
         }
 

@@ -10,13 +10,13 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from flexvarlen.packing.examples import Columns
 
 SEGMENT = 32_768
-"""The buffer is emptied after so many examples (at least four buffers), so that resuming packs at
-most two segments again."""
+"""The buffer is emptied each time this number of examples (at least four buffers) was read, so that
+resuming packs at most two segments again."""
 
 
 class Mark(NamedTuple):
@@ -54,6 +54,12 @@ class Position:
         self.crc = zlib.crc32(b"row", self.crc)
         self.rows += 1
         return row
+
+
+def loader_workers() -> int:
+    """The number of loader workers, of which this process is one; 0 in the main process."""
+    worker = get_worker_info()
+    return 0 if worker is None else worker.num_workers
 
 
 def share_of(dataset: Any, worker: Any) -> Any:
