@@ -8,7 +8,7 @@ import pytest
 import flexvarlen as fv
 from flexvarlen.mask.spec import MaskSpec
 from flexvarlen.packing.row_cost import visible_pairs
-from tests.packing import row_balance
+from tests.packing import row_balance, row_times
 
 MASKS = [
     {"causal": True},
@@ -81,3 +81,14 @@ def test_the_record_is_what_the_sampler_does(documents):
     case = ("llama-3.1-8b", documents, "in order", 8)
     found = row_balance.simulated(*case)["slowest_over_mean"]
     assert found == pytest.approx(recorded()[case]["slowest_over_mean"], abs=0.005)
+
+
+# ---- two H200 ----
+
+
+def test_steps_on_two_gpus_take_what_the_cost_of_their_rows_says():
+    """As docs/packing.md does, of the record that row_times.py wrote."""
+    lines = row_times.RECORDS.read_text(encoding="utf-8").splitlines()
+    found = [each["ms"] / each["ms_of_cost"] - 1 for each in map(json.loads, lines)]
+    assert len(found) == 2 * len(row_times.MODELS) * len(row_times.PAIRS)
+    assert f"{max(map(abs, found)):.1%}" == "3.3%"
