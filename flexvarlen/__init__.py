@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flexvarlen.layout.logprobs import DocumentLogprobs, document_logprobs, token_logprobs
     from flexvarlen.layout.packed_layout import PackedLayout
     from flexvarlen.layout.per_document import pool
+    from flexvarlen.layout.sampling import sampling_masks
     from flexvarlen.mask.block_mask import document_block_mask
     from flexvarlen.mask.document_mask import DocumentMask
     from flexvarlen.packing import (
@@ -86,6 +87,7 @@ __all__ = [
     "patched",
     "pool",
     "row_cost",
+    "sampling_masks",
     "shard_batch",
     "shard_options",
     "shard_row",
@@ -110,6 +112,7 @@ _HOMES = {
     "layout.logprobs": ("DocumentLogprobs", "document_logprobs", "token_logprobs"),
     "layout.per_document": ("pool",),
     "layout.packed_layout": ("PackedLayout",),
+    "layout.sampling": ("sampling_masks",),
     "mask.block_mask": ("document_block_mask",),
     "mask.document_mask": ("DocumentMask",),
     "packing": (

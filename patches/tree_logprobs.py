@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.logprobs import token_scores
+from flexvarlen.layout.sampling import NO_TOKEN, checked_sampling_mask, require_temperature
 from flexvarlen.packing.prefixes import SharedPrefixes
 from flexvarlen.patches.api import current_patch
 from flexvarlen.patches.inner_model import transformers_model
@@ -31,6 +32,7 @@ def tree_logprobs(
     *,
     max_tokens: int | None = None,
     temperature: float = 1.0,
+    sampling_mask: Tensor | None = None,
     chunk_tokens: int = 1024,
 ) -> Tensor:
     """The log-probability of each token's label in a row of trees of any size.
@@ -45,7 +47,8 @@ def tree_logprobs(
             DDP and FSDP2 the wrapped model, whose ranks may have different trees.
         shared: of `fv.share_prefixes`, on the model's device.
         max_tokens: tokens of a part at most, as in `SharedPrefixes.parts`; None: one part.
-        temperature: by which the logits are divided.
+        temperature, sampling_mask: as in `token_logprobs`; the mask `[1, T, K]`, of
+            `shared.fold(fv.sampling_masks(...), -1)`.
         chunk_tokens: tokens whose logits exist at a time.
 
     Returns:
@@ -54,8 +57,9 @@ def tree_logprobs(
 
     Raises:
         ValueError: the model is not patched or has no language-model head, `shared` is of another
-            type or has images, the temperature is not positive and finite, `chunk_tokens` is below
-            1, or accelerate's autocast is off; and as `SharedPrefixes.parts`.
+            type or has images, the temperature is not positive and finite, the sampling mask lacks
+            a label, `chunk_tokens` is below 1, or accelerate's autocast is off; and as
+            `SharedPrefixes.parts`.
         NotImplementedError: torch.compile of more than the base model; and as
             `SharedPrefixes.parts`.
         RuntimeError: a second backward, in parts.
@@ -69,6 +73,7 @@ def tree_logprobs(
         ("log_probs",),
         max_tokens=max_tokens,
         temperature=temperature,
+        sampling_mask=sampling_mask,
         chunk_tokens=chunk_tokens,
     )
     return found[None]
@@ -81,6 +86,7 @@ def tree_scores(
     *,
     max_tokens: int | None = None,
     temperature: float = 1.0,
+    sampling_mask: Tensor | None = None,
     chunk_tokens: int = 1024,
 ) -> Sequence[Tensor]:
     """Scores of each token's label, as `tree_logprobs`, each `[T]`.
@@ -89,10 +95,7 @@ def tree_scores(
         names: in `flexvarlen.layout.logprobs.SCORES`. In parts, the backward computes those that
             have gradients.
     """
-    if not isinstance(temperature, Real) or not 0 < temperature < float("inf"):
-        raise ValueError(
-            f"temperature must be a positive number, got {temperature!r}; pass that of sampling."
-        )
+    require_temperature(temperature)
     if not isinstance(shared, SharedPrefixes) or shared.images:
         got = "samples with images" if isinstance(shared, SharedPrefixes) else type(shared).__name__
         raise ValueError(
@@ -107,9 +110,15 @@ def tree_scores(
     base: Any = ModelParts.of(inner).base(inner)
     _check_runs_as_its_forward(model, base, shared.input_ids.device.type)
     ranks = ranks_of(model)
+    kept_TK = checked_sampling_mask(sampling_mask, shared.shift_labels[0])
 
     def forward(
-        input_ids: Tensor, packed_layout: Any, shift_labels: Tensor, names: Sequence[str], **_: Any
+        input_ids: Tensor,
+        packed_layout: Any,
+        shift_labels: Tensor,
+        names: Sequence[str],
+        kept: Tensor | None,
+        **_: Any,
     ) -> list[Tensor]:
         own = {"input_ids": input_ids, "packed_layout": packed_layout}
         hidden = base(**own, use_cache=False).last_hidden_state[0]
@@ -119,13 +128,20 @@ def tree_scores(
             hidden.index_select(0, index),
             labels[index],
             names,
-            head=lambda x: head(x) / temperature,
+            head=head,
+            temperature=temperature,
+            sampling_mask=None if kept is None else kept[index],
             chunk_tokens=chunk_tokens,
         )
         return [x.new_zeros(len(labels)).index_copy(0, index, x) for x in found]
 
     def of_part(part: PartBatch, names: Sequence[str]) -> list[Tensor]:
         inputs = {name: part[name] for name in ("input_ids", "packed_layout", "shift_labels")}
+        inputs["kept"] = kept_TK
+        if kept_TK is not None and part.tokens is not None:
+            kept = kept_TK[part.tokens.to(kept_TK.device)]
+            padding = part["input_ids"].shape[1] - len(kept)
+            inputs["kept"] = pad(kept, (0, 0, 0, padding), value=NO_TOKEN)
         found: list[Tensor] = ranks.call_with_forward(inner, forward, names=names, **inputs)
         return found
 

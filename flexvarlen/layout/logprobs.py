@@ -1,7 +1,7 @@
 """Log-probabilities of each token, and of the tokens of each document, without `[T, V]` logits.
 
 Shapes: T = total_tokens; N = documents, as in `per_document`; H = hidden size; V = vocabulary;
-C = tokens of a chunk.
+C = tokens of a chunk; K = token ids that an engine kept, at most.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from flexvarlen.layout.arguments import require_tensor, to_int_or_none
 from flexvarlen.layout.document_row import document_boundaries
 from flexvarlen.layout.labels import IGNORE_INDEX, unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.per_document import (
-    accumulation_dtype,
-    flat_tokens,
-    sum_documents,
-)
+from flexvarlen.layout.per_document import accumulation_dtype, flat_tokens, sum_documents
+from flexvarlen.layout.sampling import checked_sampling_mask, require_temperature, sampled_logits
 
 BARE_HEAD = "_flexvarlen_bare_head"
 """The attribute of a head's linear layer after which its model scales or caps the logits."""
@@ -56,6 +53,8 @@ def document_logprobs(
     *,
     head: Callable[[Tensor], Tensor] | None = None,
     entropy: bool = False,
+    temperature: float = 1.0,
+    sampling_mask: Tensor | None = None,
     chunk_tokens: int = 1024,
 ) -> DocumentLogprobs:
     """The log-probability of each document's labels: sum, mean and count, and for each token.
@@ -76,6 +75,7 @@ def document_logprobs(
             `model.lm_head` lacks the scale or cap that some families apply after it; that of a
             patched model then raises.
         entropy: whether to compute `entropies` too.
+        temperature, sampling_mask: as in `token_logprobs`, but aligned with the labels.
         chunk_tokens: C, at least 1.
 
     Returns:
@@ -83,7 +83,8 @@ def document_logprobs(
 
     Raises:
         ValueError: x or labels have the wrong shape, dtype or device, `head` is a whole model or
-            lacks what its model does to the logits, or `chunk_tokens` is not positive.
+            lacks what its model does to the logits, the temperature or `chunk_tokens` is not
+            positive, or a sampling mask lacks a label.
 
     Differentiable once. No sync; traces under `fullgraph=True`.
 
@@ -97,9 +98,11 @@ def document_logprobs(
     x_TH, cu_seqlens = flat_tokens(x, layout), document_boundaries(layout)
     require_labels("labels", labels, layout.total_tokens, layout.device)
     labels_T = labels.reshape(-1).masked_fill(unpredicted_tokens(layout), IGNORE_INDEX)
+    kept_TK = checked_sampling_mask(sampling_mask, labels_T)
     next_T = labels_T.roll(-1)  # the row's first label, ignored, comes last
+    kept_TK = None if kept_TK is None else kept_TK.roll(-1, 0)
     names = ("log_probs", "entropy") if entropy else ("log_probs",)
-    found = _by_chunk(x_TH, next_T, head, chunk_tokens, names)
+    found = _by_chunk(x_TH, next_T, names, head, temperature, kept_TK, chunk_tokens)
     # From the position that predicts to the token that it predicts.
     per_token, *rest = (each.roll(1) for each in found)
     sums = sum_documents(per_token, cu_seqlens)
@@ -113,6 +116,8 @@ def token_logprobs(
     shift_labels: Tensor,
     *,
     head: Callable[[Tensor], Tensor] | None = None,
+    temperature: float = 1.0,
+    sampling_mask: Tensor | None = None,
     chunk_tokens: int = 1024,
 ) -> Tensor:
     """The log-probability of each token's next token.
@@ -128,6 +133,10 @@ def token_logprobs(
         shift_labels: int64 `[...]`, the next token of each; -100 where none counts. From
             `share_prefixes`, or from `shard_row`.
         head: maps hidden states `[C, H]` to logits `[C, V]`: `flexvarlen.lm_head(model)`.
+        temperature: by which the logits are divided, in fp32.
+        sampling_mask: int64 `[..., K]`, the ids of the tokens that the engine kept for each next
+            token, -1 after the last (`flexvarlen.sampling_masks`): the log-probabilities are then
+            normalised over these alone. A token without ids keeps the whole vocabulary.
         chunk_tokens: C, at least 1.
 
     Returns:
@@ -136,13 +145,22 @@ def token_logprobs(
     Raises:
         ValueError: as `document_logprobs`.
 
-    Differentiable once. No sync; traces under `fullgraph=True`.
+    Differentiable once. No sync, but one for a sampling mask; traces under `fullgraph=True`.
 
     >>> token_logprobs(torch.zeros(1, 3, 2), torch.tensor([[0, 1, -100]]))  # 2 equal logits
     tensor([[-0.6931, -0.6931,  0.0000]])
     """
     require_tensor("x", x)
-    return token_scores(x, shift_labels, ("log_probs",), head=head, chunk_tokens=chunk_tokens)[0]
+    (found,) = token_scores(
+        x,
+        shift_labels,
+        ("log_probs",),
+        head=head,
+        temperature=temperature,
+        sampling_mask=sampling_mask,
+        chunk_tokens=chunk_tokens,
+    )
+    return found
 
 
 def token_scores(
@@ -151,6 +169,8 @@ def token_scores(
     names: Sequence[str],
     *,
     head: Callable[[Tensor], Tensor] | None = None,
+    temperature: float = 1.0,
+    sampling_mask: Tensor | None = None,
     chunk_tokens: int = 1024,
 ) -> list[Tensor]:
     """What `names` in `SCORES` say of each token's next token, as `token_logprobs`.
@@ -160,7 +180,9 @@ def token_scores(
     """
     require_tensor("x", x)
     require_labels("shift_labels", shift_labels, x.shape[:-1].numel(), x.device)
-    found = _by_chunk(x.flatten(0, -2), shift_labels.reshape(-1), head, chunk_tokens, names)
+    x_TH, next_T = x.flatten(0, -2), shift_labels.reshape(-1)
+    kept_TK = checked_sampling_mask(sampling_mask, next_T)
+    found = _by_chunk(x_TH, next_T, names, head, temperature, kept_TK, chunk_tokens)
     return [each.view(shift_labels.shape) for each in found]
 
 
@@ -179,7 +201,13 @@ def require_labels(name: str, labels: Any, tokens: int, device: torch.device) ->
 
 
 def _by_chunk(
-    x_TH: Tensor, next_T: Tensor, head: Any, chunk_tokens: int, names: Sequence[str]
+    x_TH: Tensor,
+    next_T: Tensor,
+    names: Sequence[str],
+    head: Any,
+    temperature: float,
+    kept_TK: Tensor | None,
+    chunk_tokens: int,
 ) -> list[Tensor]:
     """`_scores` of one chunk after the other, each `[T]`."""
     if head is not None and not callable(head):
@@ -203,13 +231,17 @@ def _by_chunk(
             f"chunk_tokens must be an integer, at least 1, got {chunk_tokens!r}; pass 1024."
         )
 
-    def score(x_CH: Tensor, next_C: Tensor) -> tuple[Tensor, ...]:
-        logits_CV = x_CH if head is None else head(x_CH)
-        return _scores(logits_CV, next_C, names)
+    temperature = require_temperature(temperature)
 
+    def score(x_CH: Tensor, next_C: Tensor, kept_CK: Tensor | None) -> tuple[Tensor, ...]:
+        logits_CV = x_CH if head is None else head(x_CH)
+        dtype = accumulation_dtype(logits_CV)
+        return _scores(sampled_logits(logits_CV, temperature, kept_CK, dtype), next_C, names)
+
+    xs, nexts = x_TH.split(chunk), next_T.split(chunk)
+    kept = [None] * len(xs) if kept_TK is None else kept_TK.split(chunk)
     chunks = [
-        checkpoint(score, x_CH, next_C, use_reentrant=False)
-        for x_CH, next_C in zip(x_TH.split(chunk), next_T.split(chunk), strict=True)
+        checkpoint(score, *each, use_reentrant=False) for each in zip(xs, nexts, kept, strict=True)
     ]
     return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
 

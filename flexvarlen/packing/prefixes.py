@@ -189,6 +189,38 @@ class SharedPrefixes:
             )
         return tuple(x_T[path.to(x.device)] for path in self.paths)
 
+    def fold(self, values: Sequence[Tensor], padding: float = 0) -> Tensor:
+        """Lay out values of each sample's tokens as a row, as `unfold` splits one.
+
+        Args:
+            values: for each sample `[L, ...]` on the host, such as of `fv.sampling_masks`; equal
+                where samples share a token, or `padding` in some of them.
+            padding: the value at padding, and of tokens without one.
+
+        Returns:
+            `[1, T, ...]`, on the row's device.
+
+        Raises:
+            ValueError: another number of tokens, or samples that share a token differ there.
+        """
+        lengths = [len(path) for path in self.paths]
+        if [len(x) for x in values] != lengths:
+            raise ValueError(
+                f"values must have lengths {lengths}, those of the samples, got "
+                f"{[len(x) for x in values]}; pass one value for each token."
+            )
+        given, index = torch.cat(list(values)), torch.cat(self.paths)
+        row = given.new_full((self.layout.total_tokens, *given.shape[1:]), padding)
+        has_value = given.ne(padding).reshape(len(given), -1).any(1)
+        given, index = given[has_value], index[has_value]
+        row[index] = given
+        if not torch.equal(row[index], given):
+            raise ValueError(
+                "values of samples that share a token must be equal there; share the prefixes of "
+                "those samples alone whose values agree."
+            )
+        return row[None].to(self.input_ids.device)
+
     def save_picture(self, path: str | Path, names: Sequence[str] | None = None) -> Path:
         """Draw the trees as a PNG, with a line for each branch and the end of each sample. Syncs.
 

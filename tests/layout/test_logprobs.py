@@ -109,6 +109,85 @@ def test_token_logprobs_are_those_of_all_logits():
     torch.testing.assert_close(grads, wanted)
 
 
+# ---- the distribution that an engine sampled from ----
+
+
+def sampled(logits, labels, temperature, kept):
+    """In plain torch: only the kept tokens have a logit."""
+    scaled = logits.double() / temperature
+    for t, ids in enumerate(kept):
+        if ids:
+            masked = torch.full_like(scaled[t], -torch.inf)
+            masked[ids] = scaled[t, ids]
+            scaled = scaled.index_put((torch.tensor(t),), masked)
+    return -torch.nn.functional.cross_entropy(scaled, labels, reduction="none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_token_is_normalised_over_others_than_the_engine_kept(dtype):
+    logits = torch.randn(9, V).mul(3).to(dtype).requires_grad_()
+    labels = new_labels(9)
+    kept = [sorted({i % V, (i + 4) % V, max(int(labels[i]), 0)}) for i in range(9)]
+    kept[5] = []  # of a prompt: no tokens were cut
+    mask = torch.tensor([ids + [-1] * (4 - len(ids)) for ids in kept])
+    found = fv.token_logprobs(logits, labels, temperature=0.7, sampling_mask=mask, chunk_tokens=4)
+    expected = sampled(logits, labels, 0.7, kept)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    grads = [torch.autograd.grad(x.sum(), logits)[0] for x in (found, expected)]
+    torch.testing.assert_close(*grads)
+    layout = PackedLayout.from_lengths([9])
+    of_row = fv.document_logprobs(
+        logits, labels.roll(1), layout, temperature=0.7, sampling_mask=mask.roll(1, 0)
+    )
+    torch.testing.assert_close(of_row.per_token[1:], found[:-1])
+
+
+def test_masks_of_an_engine_are_aligned_with_the_tokens_before():
+    one, other = fv.sampling_masks([[[7, 8], [9]], [[3]]], prompt_tokens=[2, 1])
+    assert one.tolist() == [[-1, -1], [7, 8], [9, -1], [-1, -1]]
+    assert other.tolist() == [[3, -1], [-1, -1]]
+    shared = fv.share_prefixes([[5, 6, 7, 9], [5, 6, 8, 3]])
+    masks = fv.sampling_masks([[[7, 8], [9]], [[7, 8], [3, 1]]], prompt_tokens=[2, 2])
+    row = shared.fold(masks, -1)
+    assert row.shape == (1, shared.layout.total_tokens, 2)
+    assert all(map(torch.equal, shared.unfold(row), masks))
+
+
+def folded(values):
+    return fv.share_prefixes([[5, 6, 7], [5, 6, 8]]).fold(values)
+
+
+SAMPLING = {
+    "temperature must be a positive number, got 0": lambda: fv.token_logprobs(
+        torch.zeros(2, V), torch.tensor([1, 2]), temperature=0
+    ),
+    "sampling_mask must be a tensor of token ids": lambda: fv.token_logprobs(
+        torch.zeros(2, V), torch.tensor([1, 2]), sampling_mask=[[1], [2]]
+    ),
+    "sampling_mask must be integers": lambda: fv.token_logprobs(
+        torch.zeros(2, V), torch.tensor([1, 2]), sampling_mask=torch.ones(2, 1)
+    ),
+    r"ids for each of 2 tokens, got shape \(3, 1\)": lambda: fv.token_logprobs(
+        torch.zeros(2, V), torch.tensor([1, 2]), sampling_mask=torch.tensor([[1], [2], [3]])
+    ),
+    "must contain the label": lambda: fv.token_logprobs(
+        torch.zeros(2, V), torch.tensor([1, 2]), sampling_mask=torch.tensor([[2], [1]])
+    ),
+    "prompt_tokens must have a number for each of 1": lambda: fv.sampling_masks([[[1]]], [1, 2]),
+    r"prompt_tokens\[0\] must be": lambda: fv.sampling_masks([[[1]]], [0]),
+    r"kept\[0\]\[1\] must hold token ids": lambda: fv.sampling_masks([[[1], [-1]]], [1]),
+    r"must have lengths \[3, 3\]": lambda: folded([torch.ones(3)]),
+    "must be equal there": lambda: folded([torch.ones(3), 2 * torch.ones(3)]),
+}
+
+
+@pytest.mark.parametrize("sentence", SAMPLING)
+def test_another_distribution_is_replayed(sentence):
+    with pytest.raises(ValueError, match=sentence):
+        SAMPLING[sentence]()
+
+
 def test_a_document_changes_bits_of_another():
     layout = PackedLayout.from_lengths([4, 5, 3])
     logits, labels = torch.randn(12, V), new_labels(12, ignored=0)
@@ -184,8 +263,20 @@ def test_an_input_that_does_not_fit_gives_torchs_error(change, sentence):
 def test_other_documents_compile_logprobs_again(device, backend):
     head = torch.nn.Linear(6, V, device=device)
 
+    mask = torch.arange(V, device=device).expand(12, V).clone()
+    mask[::2] = -1
+
     def scores(hidden, labels, layout):
-        return fv.document_logprobs(hidden, labels, layout, head=head, entropy=True, chunk_tokens=5)
+        return fv.document_logprobs(
+            hidden,
+            labels,
+            layout,
+            head=head,
+            entropy=True,
+            temperature=2.0,
+            sampling_mask=mask,
+            chunk_tokens=5,
+        )
 
     compiled = torch.compile(scores, backend=backend, fullgraph=True)
     compilations = []

@@ -540,18 +540,30 @@ def policy_loss(logprobs, old):
     return torch.stack(losses).mean()
 
 
-def logprobs_alone(model, text, temperature):
+def kept_after(text, vocabulary):
+    """What an engine kept of the vocabulary: some tokens beside each that it sampled."""
+    return [[(3 * token + 1) % vocabulary, token, (token + 7) % vocabulary] for token in text[1:]]
+
+
+def logprobs_alone(model, text, temperature, kept=None):
     ids = torch.tensor(text)
     logits = model(ids[None], use_cache=False).logits[0] / temperature
+    if kept is not None:
+        cut = torch.full_like(logits[:-1], -torch.inf).scatter(1, torch.tensor(kept), 0)
+        logits = torch.cat([logits[:-1] + cut, logits[-1:]])
     own = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     return torch.cat([own, own.new_zeros(1)])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("temperature", "cut"), [(1.0, False), (0.7, False), (0.7, True)])
 @pytest.mark.parametrize("max_tokens", [None, 25])
-def test_a_policy_loss(max_tokens, temperature):
-    """As of each sample alone."""
+def test_a_policy_loss(max_tokens, temperature, cut):
+    """As of each sample alone; `cut`: normalised over the tokens that the engine kept."""
     model, plain, shared = new("llama", "reference"), new("llama"), fv.share_prefixes(samples())
+    kept, mask = [None] * len(samples()), None
+    if cut:
+        kept = [kept_after(text, plain.config.vocab_size) for text in samples()]
+        mask = shared.fold(fv.sampling_masks(kept, prompt_tokens=[1] * len(kept)), -1)
     forward = model.model.forward
 
     def in_float64(*args, **kwargs):
@@ -560,11 +572,20 @@ def test_a_policy_loss(max_tokens, temperature):
 
     model.model.forward = in_float64
     with Float64():
-        alone = [logprobs_alone(plain, text, temperature) for text in samples()]
+        alone = [
+            logprobs_alone(plain, text, temperature, ids)
+            for text, ids in zip(samples(), kept, strict=True)
+        ]
         old = [x.detach() + 0.05 * (index % 3) for index, x in enumerate(alone)]
         expected = policy_loss(alone, old)
         expected.backward()
-        found = fv.tree_logprobs(model, shared, max_tokens=max_tokens, temperature=temperature)
+        found = fv.tree_logprobs(
+            model,
+            shared,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            sampling_mask=mask,
+        )
         loss = policy_loss(shared.unfold(found), old)
         loss.backward()
     torch.testing.assert_close(loss, expected, atol=0, rtol=1e-12)
