@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flexvarlen.layout.logprobs import DocumentLogprobs, document_logprobs, token_logprobs
     from flexvarlen.layout.packed_layout import PackedLayout
     from flexvarlen.layout.per_document import pool
+    from flexvarlen.layout.routed_experts import engine_routes
     from flexvarlen.mask.block_mask import document_block_mask
     from flexvarlen.mask.document_mask import DocumentMask
     from flexvarlen.packing import (
@@ -76,6 +77,7 @@ __all__ = [
     "document_block_mask",
     "document_logprobs",
     "embed",
+    "engine_routes",
     "explain",
     "is_patched",
     "lm_head",
@@ -109,6 +111,7 @@ _HOMES = {
     "layout.labels": ("tree_loss",),
     "layout.logprobs": ("DocumentLogprobs", "document_logprobs", "token_logprobs"),
     "layout.per_document": ("pool",),
+    "layout.routed_experts": ("engine_routes",),
     "layout.packed_layout": ("PackedLayout",),
     "mask.block_mask": ("document_block_mask",),
     "mask.document_mask": ("DocumentMask",),

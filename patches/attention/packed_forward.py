@@ -83,6 +83,7 @@ class Delivery:
     reached_base: bool = False  # whether the base model received the documents of its head
     token_weights: Tensor | None = None  # int64 `[1, T]`, if ranks share the row's router loss
     router_logits: tuple[Tensor, ...] = ()  # of the base model, for this loss
+    replayed: int = 0  # routers that took `routed_experts`, in eager mode
 
 
 class PackedForward:
@@ -151,10 +152,7 @@ class PackedForward:
                 return self
             copy = PackedForward.__new__(PackedForward)
             vars(copy).update(vars(self), layout=moved, routes={}, _copies={}, _postponed=None)
-            if self.row.image_runs is not None:
-                runs = self.row.image_runs
-                tokens = runs.tokens.to(moved.device, non_blocking=non_blocking)
-                copy.row = self.row._replace(image_runs=runs._replace(tokens=tokens))
+            copy.row = self.row.to(moved.device, non_blocking=non_blocking)
             if self.recurrent is not None:
                 copy.recurrent = self.recurrent.of_layout(moved)
             self._copies[name] = copy

@@ -76,13 +76,25 @@ def _token_weights(given: Given, row: PackedRow) -> Tensor:
     return weights[None]
 
 
-# ---- a row over several ranks ----
+def weigh_tokens_or_defer(
+    given: Given, row: PackedRow, packed: PackedForward, inputs: Inputs
+) -> None:
+    """`weigh_tokens`, or where routers replay, whose choice a head does not know, compute the loss.
+
+    A head takes the experts with the largest logits.
+    """
+    change = weigh_tokens if row.routes is None else defer_router_loss
+    change(given, row, packed, inputs)
+
+
+# ---- a loss that the head does not compute: of a row over several ranks, or of replayed routes ----
 
 
 def defer_router_loss(given: Given, row: PackedRow, packed: PackedForward, inputs: Inputs) -> None:
     """Let a head's base model return router logits, but the head not compute their loss.
 
-    A head would compute it from its own rank's tokens alone. Heads without `router_aux_loss_coef`,
+    A head would compute it from its own rank's tokens alone, and of its routers' own choice. Heads
+    without `router_aux_loss_coef`,
     as DeepSeek-V3's, have no such loss.
     """
     if returns_router_logits(given):
@@ -106,12 +118,13 @@ def keep_router_logits(module: nn.Module, packed: PackedForward, outputs: Any) -
 
 
 def add_router_loss(module: Any, packed: PackedForward, outputs: Any) -> None:
-    """Give a head this rank's part of the row's loss. Waits for the other ranks of the row."""
+    """Give a head this rank's part of the row's loss. Waits for the other ranks of a shared row."""
     weights, logits = packed.delivery.token_weights, packed.delivery.router_logits
     if weights is None:
         return
     top_k = module.num_experts_per_tok
-    outputs["aux_loss"] = shard_router_loss(logits, weights, top_k, packed.group)
+    routes = packed.row.routes
+    outputs["aux_loss"] = shard_router_loss(logits, weights, top_k, packed.group, routes)
     if outputs.get("loss") is not None:
         loss = outputs["loss"]
         outputs["loss"] = loss + torch.as_tensor(router_loss(module, outputs)).to(loss.device)
