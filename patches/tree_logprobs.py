@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.logprobs import token_scores
+from flexvarlen.layout.routed_experts import ROUTED_EXPERTS
 from flexvarlen.packing.prefixes import SharedPrefixes
 from flexvarlen.patches.api import current_patch
 from flexvarlen.patches.inner_model import transformers_model
@@ -23,6 +24,9 @@ from flexvarlen.patches.lm_head import lm_head
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.trees.ranks import check_runs_in_parts, ranks_of
 from flexvarlen.trees.run import PartBatch, has_compiled, no_random_numbers
+
+
+_INPUTS = ("input_ids", "packed_layout", "shift_labels", ROUTED_EXPERTS)
 
 
 def tree_logprobs(
@@ -108,11 +112,8 @@ def tree_scores(
     _check_runs_as_its_forward(model, base, shared.input_ids.device.type)
     ranks = ranks_of(model)
 
-    def forward(
-        input_ids: Tensor, packed_layout: Any, shift_labels: Tensor, names: Sequence[str], **_: Any
-    ) -> list[Tensor]:
-        own = {"input_ids": input_ids, "packed_layout": packed_layout}
-        hidden = base(**own, use_cache=False).last_hidden_state[0]
+    def forward(shift_labels: Tensor, names: Sequence[str], **inputs: Any) -> list[Tensor]:
+        hidden = base(**inputs, use_cache=False).last_hidden_state[0]
         labels = shift_labels[0]
         index = (labels != IGNORE_INDEX).nonzero()[:, 0]  # the head runs on these alone
         found = token_scores(
@@ -125,7 +126,7 @@ def tree_scores(
         return [x.new_zeros(len(labels)).index_copy(0, index, x) for x in found]
 
     def of_part(part: PartBatch, names: Sequence[str]) -> list[Tensor]:
-        inputs = {name: part[name] for name in ("input_ids", "packed_layout", "shift_labels")}
+        inputs = {name: part[name] for name in _INPUTS if name in part}
         found: list[Tensor] = ranks.call_with_forward(inner, forward, names=names, **inputs)
         return found
 

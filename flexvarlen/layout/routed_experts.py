@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -157,7 +157,31 @@ def _check_ids(routes: NDArray[Any], num_experts: int, start: int) -> None:
 # ---- a column of samples ----
 
 
-def routes_of_sample(name: str, given: Any, num_tokens: int) -> NDArray[np.int16]:
+def routes_of_samples(
+    samples: Sequence[Any], lengths: Sequence[int]
+) -> list[NDArray[np.int16]] | None:
+    """int16 `[L, M, K]` of each sample that is a mapping with the column; None if none has it.
+
+    Raises:
+        ValueError: only some have it, or as `sample_routes`.
+    """
+    given = [x.get(ROUTED_EXPERTS) if isinstance(x, Mapping) else None for x in samples]
+    missing = [index for index, x in enumerate(given) if x is None]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        raise ValueError(
+            f"{ROUTED_EXPERTS} must be given for all samples or for none, got none for sample "
+            f"{missing[0]}; fill it with -1 where the router is to choose."
+        )
+    of_sample = ROUTED_EXPERTS + " of sample {}"
+    return [
+        sample_routes(of_sample.format(index), x, length)
+        for index, (x, length) in enumerate(zip(given, lengths, strict=True))
+    ]
+
+
+def sample_routes(name: str, given: Any, num_tokens: int) -> NDArray[np.int16]:
     """int16 `[L, M, K]` of a sample's column.
 
     Raises:
@@ -167,7 +191,7 @@ def routes_of_sample(name: str, given: Any, num_tokens: int) -> NDArray[np.int16
     if len(found) != num_tokens:
         raise ValueError(
             f"{name} must have a row for each of {num_tokens} tokens, also the last one, got "
-            f"{len(found)}; make it with fv.engine_routes, or fill up with -1."
+            f"{len(found)}; make it with fv.engine_routes."
         )
     return found.astype(_DTYPE)
 
