@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +20,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.row_split import RowKeys
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.patches.attention.backend_choice import chosen_for, refusal_of_layers
+from flexvarlen.patches.batch.delivery import Delivery
 from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.state import BackendChoice
@@ -74,16 +74,6 @@ SHARD_WITHOUT_GROUP = (
     "packed_layout must describe whole documents, got one rank's shard of a row; pass "
     "sequence_parallel_group= to patch_model."
 )
-
-
-@dataclass(eq=False)
-class Delivery:
-    """State shared by a head and its base model."""
-
-    reached_base: bool = False  # whether the base model received the documents of its head
-    token_weights: Tensor | None = None  # int64 `[1, T]`, if ranks share the row's router loss
-    router_logits: tuple[Tensor, ...] = ()  # of the base model, for this loss
-    replayed: int = 0  # routers that took `routed_experts`, in eager mode
 
 
 class PackedForward:

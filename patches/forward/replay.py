@@ -29,8 +29,9 @@ from flexvarlen.layout.routed_experts import (
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.given import Given, Inputs
+from flexvarlen.patches.forward.padding import unpad_below_head
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS
-from flexvarlen.patches.forward.router import returns_router_logits
+from flexvarlen.patches.forward.router import defer_router_loss_of_rows
 from flexvarlen.patches.models.layers import runs_compiled
 from flexvarlen.patches.models.routers import Routers, Rule, find_routers
 from flexvarlen.patches.refusal import Refusal, refuse
@@ -135,18 +136,15 @@ ROUTES_REFUSED = (
         "routed_experts must come with packed rows or a padded batch of whole samples, got {got}; "
         "remove routed_experts, or pass no cache and no 4D mask.",
     ),
-    Refusal(
-        lambda given: (
-            given.patch.unpad
-            and bool(given.parts.base_name)
-            and not given.is_explicit
-            and returns_router_logits(given)
-        ),
-        "routed_experts cannot be combined with output_router_logits=True in a padded batch, whose "
-        "router loss would count the model's own choice; set it to False, or pass packed rows.",
-        NotImplementedError,
-    ),
 )
+
+
+def unpad_below_head_that_replays(given: Given) -> Given | Inputs:
+    """`unpad_below_head` of a head whose routers may replay."""
+    entered = unpad_below_head(given)
+    if isinstance(entered, dict):
+        defer_router_loss_of_rows(given, entered)
+    return entered
 
 
 def find_routes(given: Given, layout: PackedLayout) -> Tensor | None:

@@ -26,6 +26,7 @@ from flexvarlen.patches.forward.replay import (
     forget_routes,
     refuse_routes,
     take_routes,
+    unpad_below_head_that_replays,
 )
 from flexvarlen.patches.forward.router import (
     add_router_loss,
@@ -65,6 +66,7 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
     replays = parts.routers is not None
     shares_router_loss = has_router and (over_ranks or replays)
     weigh = weigh_tokens_or_defer if replays else weigh_tokens
+    unpad = unpad_below_head_that_replays if replays else unpad_below_head
     pads = settings.unpad or below.labels == "document"
     may_pool = is_base and not parts.causal
     return Stages(
@@ -81,7 +83,7 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
         batch=_those(
             (below != NO_HEAD, documents_of_head),
             (is_base and below == NO_HEAD and settings.unpad, unpad_batch),
-            (not is_base and settings.unpad, unpad_below_head),
+            (not is_base and settings.unpad, unpad),
             (of_documents, rows_of_documents),
         ),
         checks=_those(

@@ -157,11 +157,14 @@ def test_layers_compiled_one_by_one(checkpoints):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
-@pytest.mark.parametrize("form", ["packed", "tree"])
+@pytest.mark.parametrize("form", ["packed", "tree", "unpadded", "sharing"])
 def test_the_loss_of_routers_counts_the_experts_of_the_engine(kind, form):
-    model = runs.patched(kind)
     given = samples(kind)
-    if form == "packed":
+    settings = {"unpad": form != "packed" and form != "tree", "share_prefixes": form == "sharing"}
+    model = runs.patched(kind, **settings)
+    if settings["unpad"]:
+        batch = runs.padded(given, "right") | {"use_cache": False}
+    elif form == "packed":
         batch = runs.row_of(kind, total_tokens=190)
     else:
         batch = fv.share_prefixes(given, total_tokens=190).batch()
@@ -283,12 +286,6 @@ def test_routers_of_no_known_rule(kind):
     with pytest.raises(NotImplementedError, match=f"routers of class {REFUSED[kind]}, whose"):
         model(ids, routed_experts=torch.zeros(1, 6, 2, 2).long())
     model(ids)
-
-
-def test_a_padded_batch_with_the_loss_of_routers():
-    model = runs.patched("qwen3_moe", unpad=True)
-    with pytest.raises(NotImplementedError, match="whose router loss would count the model's own"):
-        model(**runs.padded(samples("qwen3_moe")), use_cache=False, output_router_logits=True)
 
 
 def test_routes_that_do_not_reach_a_router():
