@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer, whose rollout returns an engine's experts: every forward of a step replays them.
+"""TRL's GRPOTrainer, whose rollout returns an engine's experts: each forward replays them.
 
 TRL passes the extra fields of `rollout_func` to the reward functions, and drops them before the
 batches of a generation are made.

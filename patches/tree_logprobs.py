@@ -25,7 +25,6 @@ from flexvarlen.patches.parts import ModelParts
 from flexvarlen.trees.ranks import check_runs_in_parts, ranks_of
 from flexvarlen.trees.run import PartBatch, has_compiled, no_random_numbers
 
-
 _INPUTS = ("input_ids", "packed_layout", "shift_labels", ROUTED_EXPERTS)
 
 

@@ -51,7 +51,9 @@ class PaddedRows(NamedTuple):
     def equals(self, other: PaddedRows) -> bool:
         """Whether it is the same micro-batch."""
         own, others = self.columns(), other.columns()
-        return own.keys() == others.keys() and all(torch.equal(x, others[k]) for k, x in own.items())
+        return own.keys() == others.keys() and all(
+            torch.equal(x, others[k]) for k, x in own.items()
+        )
 
     def scores_of(self, scores_KT: Tensor, paths: Sequence[Tensor]) -> Tensor:
         """Scores of its labels, `[K, B, S - 1]`, from those of a tree; 0 where no label counts.

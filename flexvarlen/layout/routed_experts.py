@@ -1,4 +1,4 @@
-"""The experts that an inference engine chose for each token, as it returns them and as a batch column.
+"""The experts that an inference engine chose for each token: its record, and a batch's column.
 
 Shapes: L tokens of a sample, M layers with experts (mixtures), K experts of a token in each.
 
@@ -209,7 +209,8 @@ def route_ids(routes: Sequence[NDArray[np.int16]]) -> list[NDArray[np.int64]]:
             f"{' and '.join(map(str, shapes))}; pass those of one model."
         )
     flat = np.concatenate([x.reshape(len(x), -1) for x in routes])
-    as_bytes = np.ascontiguousarray(flat).view(np.dtype((np.void, flat.dtype.itemsize * flat[0].size)))
+    of_token = np.dtype((np.void, flat.dtype.itemsize * flat.shape[1]))
+    as_bytes = np.ascontiguousarray(flat).view(of_token)
     _, ids = np.unique(as_bytes[:, 0], return_inverse=True)
     return np.split(ids.astype(np.int64), np.cumsum([len(x) for x in routes])[:-1])
 

@@ -239,8 +239,8 @@ def share_prefixes(
     samples. Branches begin at the first token that differs, or, where several branches have labels
     there, one token before it. Equal samples share everything, and a sample that others continue is
     the beginning of one of them. A label that is not its own token counts as a difference, and so
-    does a different image. Where routers replay an engine's experts, a token whose experts differ
-    counts as a difference too, so it and those after it are repeated in each branch. An image in a shared prefix goes through the vision tower once.
+    do a different image and other experts that routers replay. An image in a shared prefix goes
+    through the vision tower once.
 
     Args:
         samples: token ids, or mappings with `input_ids` and optionally `labels`, aligned with the
@@ -333,8 +333,8 @@ def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray
     if others or "input_ids" not in given:
         raise ValueError(
             "a sample may only have the columns input_ids, labels, routed_experts and those of "
-            f"Qwen's images, got {', '.join(given)} at index {index}; set labels to -100 where a mask is 0, "
-            "and drop the other columns."
+            f"Qwen's images, got {', '.join(given)} at index {index}; set labels to -100 where a "
+            "mask is 0, and drop the other columns."
         )
     ids = int64s(f"input_ids of sample {index}", given["input_ids"], _IDS)
     labels = ids

@@ -51,8 +51,8 @@ def shard_row(
     Args:
         batch: `packed_layout` over T tokens, with T a multiple of P; `input_ids` and other `[1, T]`
             columns with one value per token (`labels`, -100 where there is none, `position_ids`);
-            `routed_experts` `[1, T, M, K]`; and numbers. Trees, as `TreeCollator` makes them, lie whole on a rank, and the ranks
-            exchange nothing.
+            `routed_experts` `[1, T, M, K]`; and numbers. Trees, as `TreeCollator` makes them, lie
+            whole on a rank, and the ranks exchange nothing.
         group: the ranks; None: all.
         method: "documents" keeps whole documents on one rank, and cuts at most P - 1 (more if not
             causal), whose keys the ranks exchange in attention; "contiguous" gives a rank T/P

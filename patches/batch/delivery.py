@@ -1,6 +1,6 @@
 """`Delivery`: what a head and its base model say to each other during one forward.
 
-Shapes: T tokens of the row, or of the padded batch; E experts, K of them for each token, in M layers.
+Shapes: T tokens of the row, or of the padded batch; M layers with E experts, K for each token.
 """
 
 from __future__ import annotations

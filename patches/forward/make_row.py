@@ -46,8 +46,7 @@ def make_row(given: Given) -> PackedRow:
     fills_cache, use_cache = _cache_of_row(given, layout)
     if has_labels_of_trees or inputs.get(SAMPLE_COUNTS) is not None:
         targets = weighted_targets(given, targets, user_loss(given.module))
-    find_pooled, find_runs = stages.pooled_tokens, stages.image_runs
-    find_routes = stages.routes
+    find_pooled, find_runs, find_routes = stages.pooled_tokens, stages.image_runs, stages.routes
     row_tokens = None if given.is_explicit else given.shape[1]
     if padded is not None and given.patch.unpad:
         row_tokens = padded.shape[1]

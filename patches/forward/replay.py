@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.layout.boundaries import raise_or_assert
+from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.routed_experts import (
     OWN_CHOICE,
     ROUTED_EXPERTS,
     are_routes,
     why_not_routes,
 )
-from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.forward.padding import unpad_below_head
@@ -154,7 +154,8 @@ def find_routes(given: Given, layout: PackedLayout) -> Tensor | None:
         ValueError: they do not fit the tokens or the model, or are no experts. Reads the device
             once, if there are any; in a compiled graph the device asserts that they are.
     """
-    routes, tower = given.inputs.pop(ROUTES, None), given.parts.text_tower(given.module)
+    routes: Tensor | None = given.inputs.pop(ROUTES, None)
+    tower = given.parts.text_tower(given.module)
     if routes is not None:
         routers: Any = given.parts.routers
         why = why_not_routes(routes, given.shape, len(routers.rules), routers.top_k)
@@ -199,14 +200,14 @@ def forget_routes(module: Any, packed: PackedForward, outputs: Any) -> None:
 
 def _hand_on(mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Before a layer's attention: keep what it was given for the layer's router."""
-    context = kwargs.get(CONTEXT, kwargs.get(DOCUMENTS))
-    routes = context.row.routes if isinstance(context, PackedForward) else None
+    given = kwargs.get(CONTEXT, kwargs.get(DOCUMENTS))
+    context = given if isinstance(given, PackedForward) and given.row.routes is not None else None
     if torch.compiler.is_compiling():
-        of_graph = vars(mixer)[_REPLAY]
+        of_graph, routes = vars(mixer)[_REPLAY], None if context is None else context.row.routes
         if of_graph.routes is not routes:  # of layers that are compiled one by one
             of_graph.routes = routes
     else:
-        _handed.context = None if routes is None else weakref.ref(context)
+        _handed.context = None if context is None else weakref.ref(context)
 
 
 def _replay(router: nn.Module, args: Any, output: Any) -> Any:

@@ -95,7 +95,7 @@ def _require_known_loss(given: Given) -> None:
         )
 
 
-# ---- a loss that the head does not compute: of a row over several ranks, or of replayed routes ----
+# ---- a loss that the head does not compute: of a row over ranks, or of replayed experts ----
 
 
 def defer_router_loss(given: Given, row: PackedRow, packed: PackedForward, inputs: Inputs) -> None:
@@ -116,7 +116,7 @@ def defer_router_loss_of_rows(given: Given, inputs: Inputs) -> None:
     """`defer_router_loss` of a padded batch, whose base model makes the packed row.
 
     Args:
-        inputs: the head's arguments, with a `PaddedBatch` and the experts to replay, `[B, S, M, K]`.
+        inputs: the head's arguments, with a `PaddedBatch` and experts to replay, `[B, S, M, K]`.
     """
     routes = inputs.get(ROUTES)
     if routes is None or not returns_router_logits(given):

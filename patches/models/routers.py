@@ -74,25 +74,27 @@ def find_routers(tower: nn.Module) -> list[FoundRouter]:
 
 def routers_of(tower: nn.Module, hidden_size: int) -> Routers | None:
     """What is known of the routers of a text tower; None if it has none."""
-    rules, sizes = [], set()
+    rules: list[Rule] = []
+    sizes: set[tuple[int, int]] = set()
     known: dict[Any, tuple[Rule | None, int, int]] = {}
     for module, mixers in find_routers(tower):
         key = _settings(module)
         if key not in known:
             known[key] = _rule_of(module, hidden_size)
-        rule, *size = known[key]
+        rule, num_experts, top_k = known[key]
         if rule is None:
             why = f"routers of class {type(module).__name__}, whose weights follow no known rule"
             return Routers(why_not=why)
         if not mixers:
             return Routers(why_not=f"{type(module).__name__} in layers without attention")
         rules.append(rule)
-        sizes.add(tuple(size))
+        sizes.add((num_experts, top_k))
     if not rules:
         return None
     if len(sizes) > 1:
         return Routers(why_not="layers with different numbers of experts")
-    return Routers(tuple(rules), *sizes.pop())
+    num_experts, top_k = sizes.pop()
+    return Routers(tuple(rules), num_experts, top_k)
 
 
 def _layers(tower: nn.Module) -> Iterator[nn.Module]:

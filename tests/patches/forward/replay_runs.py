@@ -1,6 +1,6 @@
 """Rollouts of mixtures with noise on their routers, recorded, and the same samples alone, forced.
 
-Nothing here calls our routers: `forced` sets experts by hooks of its own, and weighs them by `RULES`.
+Nothing of ours forces a router here: `forced` has hooks of its own, and weights by `RULES`.
 """
 
 from __future__ import annotations

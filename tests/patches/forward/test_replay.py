@@ -118,9 +118,7 @@ def test_rows_share_tokens_whose_experts_agree():
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_in_one_graph(kind, checkpoints):
     torch._dynamo.reset()
-    model = runs.prepared(
-        runs.patched(kind), checkpoints=checkpoints, experts="batched_mm"
-    ).train()
+    model = runs.prepared(runs.patched(kind), checkpoints=checkpoints, experts="batched_mm").train()
     counter = CompileCounterWithBackend("eager")
     batch = runs.row_of(kind, total_tokens=190)
     batch["packed_layout"] = fv.PackedLayout.from_lengths(
