@@ -163,7 +163,7 @@ def routes_of_samples(
     """int16 `[L, M, K]` of each sample that is a mapping with the column; None if none has it.
 
     Raises:
-        ValueError: only some have it, or as `sample_routes`.
+        ValueError: only some have it, their layers or experts differ, or as `sample_routes`.
     """
     given = [x.get(ROUTED_EXPERTS) if isinstance(x, Mapping) else None for x in samples]
     missing = [index for index, x in enumerate(given) if x is None]
@@ -175,10 +175,17 @@ def routes_of_samples(
             f"{missing[0]}; fill it with -1 where the router is to choose."
         )
     of_sample = ROUTED_EXPERTS + " of sample {}"
-    return [
+    routes = [
         sample_routes(of_sample.format(index), x, length)
         for index, (x, length) in enumerate(zip(given, lengths, strict=True))
     ]
+    shapes = sorted({x.shape[1:] for x in routes})
+    if len(shapes) > 1:
+        raise ValueError(
+            f"{ROUTED_EXPERTS} must have the same layers and experts in all samples, got "
+            f"{' and '.join(map(str, shapes))}; pass those of one model."
+        )
+    return routes
 
 
 def sample_routes(name: str, given: Any, num_tokens: int) -> NDArray[np.int16]:
@@ -199,15 +206,9 @@ def sample_routes(name: str, given: Any, num_tokens: int) -> NDArray[np.int16]:
 def route_ids(routes: Sequence[NDArray[np.int16]]) -> list[NDArray[np.int64]]:
     """For each sample int64 `[L]`: numbers of which two tokens' are equal if their routes are.
 
-    Raises:
-        ValueError: samples have different numbers of layers or experts.
+    Args:
+        routes: integers `[L, M, K]` of each sample.
     """
-    if len({x.shape[1:] for x in routes}) > 1:
-        shapes = sorted({tuple(x.shape[1:]) for x in routes})
-        raise ValueError(
-            f"{ROUTED_EXPERTS} must have the same layers and experts in all samples, got "
-            f"{' and '.join(map(str, shapes))}; pass those of one model."
-        )
     flat = np.concatenate([x.reshape(len(x), -1) for x in routes])
     of_token = np.dtype((np.void, flat.dtype.itemsize * flat.shape[1]))
     as_bytes = np.ascontiguousarray(flat).view(of_token)

@@ -13,6 +13,7 @@ from flexvarlen.patches.batch import shared_rows
 from tests.patches.forward.padded_runs import assert_gradients_close
 from tests.patches.forward.replay_runs import forced
 from tests.patches.padded_trainers import GRPO, LORA, Gradients
+from tests.slow import with_slow
 from tests.tiny_models import VOCABULARY, tokenizer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -121,7 +122,7 @@ def _short_prefixes(monkeypatch):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_slow(CASES, ["lora", "checkpoints"]))  # as "iterations" does
 def test_learns_what_forced_routers_teach(case, option, tmp_path):
     given = (OPTIONS[option], CASES[case])
     logs, gradients = learned(tmp_path / "plain", False, *given)

@@ -15,6 +15,7 @@ from flexvarlen.patches.forward import replay
 from tests.contract_oracle import gradients_of
 from tests.patches.forward import replay_runs as runs
 from tests.patches.forward.replay_runs import FORMS, RULES, alone, loss_of, rollouts, samples
+from tests.slow import with_slow
 from tests.tiny_models import new_model
 
 pytestmark = pytest.mark.filterwarnings(
@@ -45,19 +46,19 @@ def without_routes(kind):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("kind", with_slow(RULES, set(RULES) - set(LEAST)))  # rules of LEAST
 def test_log_probabilities_and_gradients_are_those_of_the_rollout(kind, form):
     check(*FORMS[form](kind, samples(kind)), kind)
 
 
-@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("kind", LEAST)
 def test_without_replay_they_differ(kind):
     found, _ = runs.packed(kind, without_routes(kind))
     expected, _ = alone(kind)
     assert max((a - b).abs().max() for a, b in zip(found, expected, strict=True)) > 0.1
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", with_slow(FORMS, ["unpadded", "sharing", "parts"]))
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe_text"])
 def test_recomputed_layers_replay_too(kind, form):
     check(*FORMS[form](kind, samples(kind), checkpoints=True), kind)
@@ -114,8 +115,8 @@ def test_rows_share_tokens_whose_experts_agree():
 # ---- one graph ----
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("checkpoints", with_slow([False, True], [False]))  # which True holds
+@pytest.mark.parametrize("kind", with_slow(["qwen3_moe", "gpt_oss"], ["gpt_oss"]))
 def test_in_one_graph(kind, checkpoints):
     torch._dynamo.reset()
     model = runs.prepared(runs.patched(kind), checkpoints=checkpoints, experts="batched_mm").train()
@@ -140,6 +141,7 @@ def test_in_one_graph(kind, checkpoints):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow  # each layer's hooks are those of test_in_one_graph
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_layers_compiled_one_by_one(checkpoints):
     torch._dynamo.reset()
@@ -154,7 +156,7 @@ def test_layers_compiled_one_by_one(checkpoints):
 # ---- the router's loss ----
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", with_slow(["qwen3_moe", "mixtral", "gpt_oss"], ["mixtral"]))
 @pytest.mark.parametrize("form", ["packed", "tree", "unpadded", "sharing"])
 def test_the_loss_of_routers_counts_the_experts_of_the_engine(kind, form):
     given = samples(kind)
@@ -178,7 +180,7 @@ def test_the_loss_of_routers_counts_the_experts_of_the_engine(kind, form):
     torch.testing.assert_close(out.aux_loss.double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("kind", LEAST)
+@pytest.mark.parametrize("kind", with_slow(LEAST, LEAST[1:3]))
 def test_two_ranks_learn_as_one_process(ranks, kind):
     balances = kind in ("qwen3_moe", "gpt_oss")
     found = ranks.run(runs.of_rank, kind, balances)
