@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flexvarlen.layout.logprobs import DocumentLogprobs, document_logprobs, token_logprobs
     from flexvarlen.layout.packed_layout import PackedLayout
     from flexvarlen.layout.per_document import pool
+    from flexvarlen.layout.routed_experts import engine_routes
     from flexvarlen.layout.sampling import sampling_masks
     from flexvarlen.mask.block_mask import document_block_mask
     from flexvarlen.mask.document_mask import DocumentMask
@@ -77,6 +78,7 @@ __all__ = [
     "document_block_mask",
     "document_logprobs",
     "embed",
+    "engine_routes",
     "explain",
     "is_patched",
     "lm_head",
@@ -111,6 +113,7 @@ _HOMES = {
     "layout.labels": ("tree_loss",),
     "layout.logprobs": ("DocumentLogprobs", "document_logprobs", "token_logprobs"),
     "layout.per_document": ("pool",),
+    "layout.routed_experts": ("engine_routes",),
     "layout.packed_layout": ("PackedLayout",),
     "layout.sampling": ("sampling_masks",),
     "mask.block_mask": ("document_block_mask",),

@@ -20,6 +20,7 @@ from flexvarlen.patches.forward.head_checks import (
     unwrap_loss,
 )
 from flexvarlen.patches.forward.recurrent_layers import patch_recurrent, unpatch_recurrent
+from flexvarlen.patches.forward.replay import patch_routers, unpatch_routers
 from flexvarlen.patches.forward.sequence_parallel import check_group
 from flexvarlen.patches.forward.stages import choose_stages
 from flexvarlen.patches.forward.steps import STEPS
@@ -91,6 +92,7 @@ def apply_patch(inner: PreTrainedModel, patch: Patch) -> None:
         layer.__dict__[LAYER_MARK] = True
     for layer in recurrent_layers(text):
         patch_recurrent(layer)
+    patch_routers(text, parts.routers)
     if vision is not None:
         patch_tower(vision, patch)
     require_patched_heads(inner)
@@ -112,6 +114,8 @@ def undo_patch(inner: PreTrainedModel, patch: Patch) -> None:
         layer.__dict__.pop(LAYER_MARK, None)
     for layer in recurrent_layers(text):
         unpatch_recurrent(layer)
+    if parts.routers is not None:
+        unpatch_routers(text)
     unwrap_loss(inner)
     unmark_bare_head(inner)
     unpatch_rotary(text)

@@ -25,6 +25,7 @@ from flexvarlen.patches.models.layers import (
     text_config_of,
 )
 from flexvarlen.patches.models.rope import has_longrope
+from flexvarlen.patches.models.routers import Routers, routers_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ModelParts:
         has_longrope: whether RoPE's frequencies depend on how long a document is.
         has_temperature: whether layers scale queries by their position in the row.
         shares_keys: whether later layers attend to keys of earlier ones (Gemma 4).
+        routers: of the text tower's layers with experts; None without any.
         drops_keywords: whether the head passes its base model no keywords (Mamba-2), so that the
             documents are passed as its attention_mask.
     """
@@ -77,6 +79,7 @@ class ModelParts:
     has_longrope: bool
     has_temperature: bool
     shares_keys: bool
+    routers: Routers | None
     drops_keywords: bool
 
     @classmethod
@@ -110,6 +113,7 @@ class ModelParts:
             has_longrope=has_longrope(config),
             has_temperature=has_temperature(config),
             shares_keys=bool(getattr(config, "num_kv_shared_layers", None)),
+            routers=routers_of(text, getattr(config, "hidden_size", 0)),
             drops_keywords=model.config.model_type == "mamba2",
         )
         if base is model:

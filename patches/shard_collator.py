@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from flexvarlen.layout.labels import IGNORE_INDEX, LABEL_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.routed_experts import OWN_CHOICE, ROUTED_EXPERTS
 from flexvarlen.packing.collator import PackedCollator
 from flexvarlen.parallel.shard import checksum, shard_batch
 from flexvarlen.patches.trainer_callback import below_trainers
@@ -93,6 +94,8 @@ def padded_row(batch: dict[str, Any], total_tokens: int, pad_token_id: int) -> d
         for name, x in batch.items()
         if isinstance(x, Tensor) and x.ndim == 2
     }
+    if (routes := batch.get(ROUTED_EXPERTS)) is not None:  # [1, T, M, K]
+        columns[ROUTED_EXPERTS] = pad(routes, (0, 0, 0, 0, 0, more), value=OWN_CHOICE)
     longer = PackedLayout.from_cu_seqlens(
         layout.cu_seqlens,
         total_tokens=total_tokens,

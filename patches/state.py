@@ -45,6 +45,9 @@ CONTEXT = "flexvarlen"
 an `Unpacked`, in a vision tower a `PackedVision` or, from a head to its base model, a
 `PaddedBatch`."""
 
+ROUTES = "flexvarlen_routes"
+"""The keyword that passes `routed_experts` on from a head to its base model."""
+
 BackendChoice = str | Mapping[str, str]
 """A backend's name for all layers, or one for each of the model's layer types."""
 
@@ -96,6 +99,7 @@ class Stages(NamedTuple):
         positions: (given, layout, several) -> position_ids, or None.
         targets: (given, layout, several) -> `Targets`.
         pooled_tokens: (given, layout, several) -> those that a pooler reads; None without one.
+        routes: (given, layout) -> experts to replay, `[T, M, K]`, or None; None without routers.
         image_runs: (given) -> `ImageRuns` or None; None where images see as text does.
         recurrent: (text tower, patch, layout) -> `RecurrentDocuments`; None without such layers.
         keywords: by which the layers get the documents.
@@ -111,6 +115,7 @@ class Stages(NamedTuple):
     targets: Callable[..., Any]
     pooled_tokens: Callable[..., Any] | None
     image_runs: Callable[..., Any] | None
+    routes: Callable[..., Any] | None
     recurrent: Callable[..., Any] | None
     keywords: tuple[str, ...]
     head: tuple[Callable[..., None], ...]

@@ -18,6 +18,7 @@ from flexvarlen.patches.api import current_patch, patch_model, restore
 from flexvarlen.patches.context_parallel_trainer import enable_context_parallel
 from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.parts import ModelParts
+from flexvarlen.patches.replay_trainer import replay_rollouts, replays_rollout
 from flexvarlen.patches.state import BackendChoice
 from flexvarlen.patches.tree_trainer import step_trees
 from flexvarlen.patches.why_not import why_no_trees
@@ -55,6 +56,9 @@ def patch_trainer(
     With `tokens_per_part` too, the rows of all micro-batches of an optimizer step form one tree,
     which runs in parts of at most so many tokens: of TRL's GRPO, RLOO, DPO and KTO trainers, with
     text, in one process or a tree for each under DDP or FSDP2. Losses stay the trainer's own.
+
+    GRPOTrainer replays the experts of an inference engine if its `rollout_func` returns them as
+    `routed_experts`: a list with what `engine_routes` returns for each completion with its prompt.
 
     Works with transformers' Trainer in any padded task, and with the trainers of TRL 1.16 in the
     table of docs/preference.md. AsyncGRPOTrainer has its own prefix trees, which raise an error in
@@ -105,6 +109,8 @@ def patch_trainer(
         one_tree = None if tokens_per_part is None else step_trees(trainer, tokens_per_part)
         block_size = _completions_of_block(trainer, one_tree is not None) if share_prefixes else 1
         _unpad_models(trainer, backend, unpad_to_multiple_of, share_prefixes, verify)
+        if replays_rollout(trainer):
+            replay_rollouts(trainer)
         if block_size > 1:
             _shuffle_blocks(trainer, block_size)
         if one_tree is not None:

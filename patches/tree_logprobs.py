@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.logprobs import token_scores
+from flexvarlen.layout.routed_experts import ROUTED_EXPERTS
 from flexvarlen.layout.sampling import NO_TOKEN, checked_sampling_mask, require_temperature
 from flexvarlen.packing.prefixes import SharedPrefixes
 from flexvarlen.patches.api import current_patch
@@ -24,6 +25,8 @@ from flexvarlen.patches.lm_head import lm_head
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.trees.ranks import check_runs_in_parts, ranks_of
 from flexvarlen.trees.run import PartBatch, has_compiled, no_random_numbers
+
+_INPUTS = ("input_ids", "packed_layout", "shift_labels", ROUTED_EXPERTS)
 
 
 def tree_logprobs(
@@ -113,15 +116,9 @@ def tree_scores(
     kept_TK = checked_sampling_mask(sampling_mask, shared.shift_labels[0])
 
     def forward(
-        input_ids: Tensor,
-        packed_layout: Any,
-        shift_labels: Tensor,
-        names: Sequence[str],
-        kept: Tensor | None,
-        **_: Any,
+        shift_labels: Tensor, names: Sequence[str], kept: Tensor | None, **inputs: Any
     ) -> list[Tensor]:
-        own = {"input_ids": input_ids, "packed_layout": packed_layout}
-        hidden = base(**own, use_cache=False).last_hidden_state[0]
+        hidden = base(**inputs, use_cache=False).last_hidden_state[0]
         labels = shift_labels[0]
         index = (labels != IGNORE_INDEX).nonzero()[:, 0]  # the head runs on these alone
         found = token_scores(
@@ -136,8 +133,7 @@ def tree_scores(
         return [x.new_zeros(len(labels)).index_copy(0, index, x) for x in found]
 
     def of_part(part: PartBatch, names: Sequence[str]) -> list[Tensor]:
-        inputs = {name: part[name] for name in ("input_ids", "packed_layout", "shift_labels")}
-        inputs["kept"] = kept_TK
+        inputs = {name: part[name] for name in _INPUTS if name in part} | {"kept": kept_TK}
         if kept_TK is not None and part.tokens is not None:
             kept = kept_TK[part.tokens.to(kept_TK.device)]
             padding = part["input_ids"].shape[1] - len(kept)

@@ -19,23 +19,41 @@ from torch import Tensor, nn
 
 from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.layout.labels import IGNORE_INDEX
+from flexvarlen.layout.routed_experts import ROUTED_EXPERTS
 from flexvarlen.packing.prefixes import share_prefixes
 from flexvarlen.patches.batch import shared_rows
 from flexvarlen.patches.tree_logprobs import tree_scores
 
 
 class PaddedRows(NamedTuple):
-    """A micro-batch: int64 `[B, S]` each, of which labels are -100 where none counts."""
+    """A micro-batch: int64 `[B, S]` each, of which labels are -100 where none counts.
+
+    With the experts that routers replay, `[B, S, M, K]`, or None.
+    """
 
     input_ids: Tensor
     attention_mask: Tensor
     labels: Tensor
+    routed_experts: Tensor | None = None
+
+    def columns(self) -> dict[str, Tensor]:
+        """Those that there are."""
+        return {name: x for name, x in self._asdict().items() if x is not None}
 
     def samples(self) -> list[dict[str, Tensor]]:
-        """The real tokens and labels of each row, on the host."""
-        ids, mask, labels = (x.cpu() for x in self)
-        rows = zip(ids, mask.bool(), labels, strict=True)
-        return [{"input_ids": x[real], "labels": y[real]} for x, real, y in rows]
+        """The real tokens of each row with what there is of them, on the host."""
+        columns = {name: x.cpu() for name, x in self.columns().items()}
+        masks = columns.pop("attention_mask").bool()
+        return [
+            {name: x[row][real] for name, x in columns.items()} for row, real in enumerate(masks)
+        ]
+
+    def equals(self, other: PaddedRows) -> bool:
+        """Whether it is the same micro-batch."""
+        own, others = self.columns(), other.columns()
+        return own.keys() == others.keys() and all(
+            torch.equal(x, others[k]) for k, x in own.items()
+        )
 
     def scores_of(self, scores_KT: Tensor, paths: Sequence[Tensor]) -> Tensor:
         """Scores of its labels, `[K, B, S - 1]`, from those of a tree; 0 where no label counts.
@@ -81,7 +99,7 @@ class _StepScores:
             RuntimeError: another one is given.
         """
         batch = next(self._batches, None)
-        if batch is None or not all(map(torch.equal, batch, given)):
+        if batch is None or not batch.equals(given):
             raise RuntimeError(
                 "the micro-batches of a step must run in their order, each once with gradients, "
                 f"got another one of {len(given.input_ids)} rows; leave tokens_per_part out."
@@ -158,7 +176,7 @@ class StepTrees:
     def _call(self, model: nn.Module, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
         if not fused_lm_head:
             return model(**inputs)
-        given = PaddedRows(*(inputs.pop(name) for name in PaddedRows._fields))
+        given = PaddedRows(**{name: inputs.pop(name, None) for name in PaddedRows._fields})
         others = [name for name, x in inputs.items() if name != "use_cache" and x is not None]
         if others:
             raise ValueError(
@@ -207,9 +225,9 @@ def _completions(batch: dict[str, Any]) -> PaddedRows:
     prompt, answer = batch["prompt_mask"], batch["completion_mask"]
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     counts = torch.cat([torch.zeros_like(prompt), answer], dim=1)
-    return PaddedRows(
-        ids, torch.cat([prompt, answer], dim=1), ids.masked_fill(counts == 0, IGNORE_INDEX)
-    )
+    labels, mask = ids.masked_fill(counts == 0, IGNORE_INDEX), torch.cat([prompt, answer], dim=1)
+    routes = batch.get(ROUTED_EXPERTS)
+    return PaddedRows(ids, mask, labels, None if routes is None else routes.to(ids.device))
 
 
 def _of_loader(trainer: Any, trees: StepTrees) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from flexvarlen.layout.arguments import checked_sizes, to_int_or_none
 from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.routed_experts import OWN_CHOICE, ROUTED_EXPERTS, routes_of_samples
 from flexvarlen.packing.columns import (
     BOUNDARIES,
     KNOWN,
@@ -97,6 +98,7 @@ class PackedCollator:
 
         a document       `input_ids`, optionally `labels`; `attention_mask`, whose zeros are dropped
                          so that the tokens around them become adjacent;
+                         `routed_experts` of `engine_routes`, in all documents or in none;
                          `completion_mask`, `assistant_masks`, with no loss where they are zero;
                          from a processor `pixel_values`, `image_grid_thw` and similar columns of
                          images and videos, `mm_token_type_ids` or `token_type_ids`
@@ -195,6 +197,7 @@ class PackedCollator:
         self._mask_first_labels(documents)
         fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, **self.extra}
         fills |= {name: 0 for name in TOKEN_TYPES if any(name in each for each in documents)}
+        routes = routes_of_samples(documents, [len(x["input_ids"]) for x in documents])
         for name in TOKEN_TYPES:
             if name in fills and any(has_images(row) and name not in row for row in rows):
                 raise ValueError(
@@ -209,6 +212,10 @@ class PackedCollator:
             row = np.full(layout.total_tokens, fill, kind)
             row[: values.size] = values
             batch[name] = torch.from_numpy(row)[None]
+        if routes is not None:
+            fill_TMK = np.full((layout.total_tokens, *routes[0].shape[1:]), OWN_CHOICE, np.int16)
+            fill_TMK[: sum(map(len, routes))] = np.concatenate(routes)
+            batch[ROUTED_EXPERTS] = torch.from_numpy(fill_TMK)[None]
         # A position embedding table may have only max_seqlen_bound entries.
         positions = layout.position_ids()[None] % layout.max_seqlen_bound
         batch["position_ids"] = positions + self.position_ids_start
@@ -286,7 +293,7 @@ class PackedCollator:
         """Yield the documents of one row, without padding; labels default to the input_ids."""
         check_row(row, self.extra)
         tokens = row["input_ids"]
-        names = ("labels", "input_ids", *TOKEN_TYPES, *self.extra)
+        names = ("labels", "input_ids", ROUTED_EXPERTS, *TOKEN_TYPES, *self.extra)
         columns = {name: row[name] for name in names if name in row}
         if "labels" in row:
             columns[_GIVEN] = row["labels"]

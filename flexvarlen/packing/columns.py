@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flexvarlen.layout.labels import IGNORE_INDEX, why_not_labels
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.routed_experts import ROUTED_EXPERTS
 from flexvarlen.packing.images import (
     IMAGES,
     TOKEN_TYPES,
@@ -22,7 +23,15 @@ from flexvarlen.packing.images import (
     read_images,
 )
 
-KNOWN = ("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "seq_idx")
+KNOWN = (
+    "input_ids",
+    "labels",
+    "attention_mask",
+    "position_ids",
+    "seq_lengths",
+    "seq_idx",
+    ROUTED_EXPERTS,
+)
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k", "packed_layout")
 BOUNDARIES = (*_CUMULATIVE, "max_length_q", "max_length_k")
 _NO_COLUMNS = ("max_length_q", "max_length_k", "use_cache")
@@ -231,7 +240,8 @@ def check_size(name: str, values: NDArray[Any], tokens: NDArray[Any]) -> None:
             "for a classifier drop the column, and set batch['labels'] to a tensor [num_docs] "
             "after the call."
         )
-    if values.shape != tokens.shape:
+    shape = values.shape[:1] if name == ROUTED_EXPERTS else values.shape
+    if shape != tokens.shape:
         raise ValueError(
             f"{name} must have a value for each of {tokens.size} tokens, got "
             f"{list(values.shape)}; fix that column."

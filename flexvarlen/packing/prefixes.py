@@ -16,6 +16,12 @@ from flexvarlen.layout.arguments import int64s, require_int_at_least, require_te
 from flexvarlen.layout.labels import IGNORE_INDEX, why_not_labels
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
+from flexvarlen.layout.routed_experts import (
+    OWN_CHOICE,
+    ROUTED_EXPERTS,
+    route_ids,
+    routes_of_samples,
+)
 from flexvarlen.packing.collator import pad_token_id_of
 from flexvarlen.packing.tree_images import SAMPLE_COLUMNS, ImagesOfSamples, any_images
 from flexvarlen.packing.tree_ranks import TreeSubset, deal_samples
@@ -42,6 +48,8 @@ class SharedPrefixes:
         num_items_in_batch: labels by which the loss is divided, 0-d; None: those of the row.
         images: what the model gets of images: `pixel_values` and similar, `mm_token_type_ids`
             int64 `[1, T]`, position_ids int64 `[4, 1, T]`.
+        routed_experts: int16 `[1, T, M, K]`, the experts that routers replay, -1 at padding; None:
+            no sample has any.
     """
 
     input_ids: Tensor
@@ -54,6 +62,7 @@ class SharedPrefixes:
     samples: tuple[int, ...]
     num_items_in_batch: Tensor | None = None
     images: Mapping[str, Tensor] = field(default_factory=dict)
+    routed_experts: Tensor | None = None
 
     def batch(self) -> dict[str, Any]:
         """The keyword arguments of a patched model, whose loss is then `tree_loss`."""
@@ -65,6 +74,8 @@ class SharedPrefixes:
             "packed_layout": self.layout,
             **self.images,
         }
+        if self.routed_experts is not None:
+            batch[ROUTED_EXPERTS] = self.routed_experts
         count = self.num_items_in_batch
         return batch if count is None else batch | {"num_items_in_batch": count}
 
@@ -112,6 +123,7 @@ class SharedPrefixes:
             tuple(has_label),
             tuple(self.samples[i] for i in own),
             self._count(),
+            routed_experts=None if self.routed_experts is None else self.routed_experts[:, here],
         )
 
     def parts(self, model: nn.Module, max_tokens: int) -> Iterator[PartBatch]:
@@ -259,12 +271,14 @@ def share_prefixes(
     samples. Branches begin at the first token that differs, or, where several branches have labels
     there, one token before it. Equal samples share everything, and a sample that others continue is
     the beginning of one of them. A label that is not its own token counts as a difference, and so
-    does a different image. An image in a shared prefix goes through the vision tower once.
+    do a different image and other experts that routers replay. An image in a shared prefix goes
+    through the vision tower once.
 
     Args:
         samples: token ids, or mappings with `input_ids` and optionally `labels`, aligned with the
-            input_ids as in transformers, not shifted; -100 is ignored by the loss. Those of Qwen-VL
-            models may have the columns of images of a processor, and `mm_token_type_ids`.
+            input_ids as in transformers, not shifted; -100 is ignored by the loss; and with
+            `routed_experts`, of `engine_routes`, in all of them or in none. Those of Qwen-VL models
+            may have the columns of images of a processor, and `mm_token_type_ids`.
         total_tokens: T; default: the tokens of the trees. The rest is padding.
         pad_token_id: token id for padding, which no sample sees; None: 0.
         device: where the tensors go.
@@ -297,6 +311,10 @@ def share_prefixes(
     rows, is_label = zip(*map(_with_labels, range(len(samples)), samples), strict=True)
     images = ImagesOfSamples(samples, [x[:, 0] for x in rows]) if any_images(samples) else None
     compared = rows if images is None else images.shared.with_image_ids(rows)
+    routes = routes_of_samples(samples, [len(row) for row in rows])
+    if routes is not None:
+        pairs = zip(compared, route_ids(routes), strict=True)
+        compared = [np.column_stack(pair) for pair in pairs]
     tree = PrefixTree(compared, is_label, max_depth=max_depth, min_tokens=min_tokens)
     layout = PackedLayout.from_tree(
         tree.lengths,
@@ -319,6 +337,11 @@ def share_prefixes(
     ids_1T, labels_1T, sample_counts, label_counts = row_4T.split(1)
     columns = {} if images is None else images.row(tree, layout, model)
     columns = {name: x.to(device) for name, x in columns.items()}
+    routed_experts = None
+    if routes is not None:
+        in_row = torch.full((total, *routes[0].shape[1:]), OWN_CHOICE, dtype=torch.int16)
+        in_row[index] = torch.from_numpy(np.concatenate(routes))
+        routed_experts = in_row[None].to(device)
     has_label = tuple(torch.from_numpy(np.roll(x, -1)) for x in is_label)
     return SharedPrefixes(
         ids_1T,
@@ -330,19 +353,20 @@ def share_prefixes(
         has_label,
         tuple(range(len(samples))),
         images=columns,
+        routed_experts=routed_experts,
     )
 
 
 def _with_labels(index: int, sample: Sample) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Tokens and labels (the token at -100), int64 `[L, 2]`; which are labels, bool `[L]`."""
     given = sample if isinstance(sample, Mapping) else {"input_ids": sample}
-    known = ("input_ids", "labels", *SAMPLE_COLUMNS)
+    known = ("input_ids", "labels", ROUTED_EXPERTS, *SAMPLE_COLUMNS)
     others = [name for name in given if name not in known]
     if others or "input_ids" not in given:
         raise ValueError(
-            "a sample may only have the columns input_ids, labels and those of Qwen's images, got "
-            f"{', '.join(given)} at index {index}; set labels to -100 where a mask is 0, "
-            "and drop the other columns."
+            "a sample may only have the columns input_ids, labels, routed_experts and those of "
+            f"Qwen's images, got {', '.join(given)} at index {index}; set labels to -100 where a "
+            "mask is 0, and drop the other columns."
         )
     ids = int64s(f"input_ids of sample {index}", given["input_ids"], _IDS)
     labels = ids

@@ -27,6 +27,7 @@ from flexvarlen.layout.labels import (
     why_not_labels,
 )
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.routed_experts import ROUTED_EXPERTS
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
 from flexvarlen.parallel.trees import own_trees
@@ -50,8 +51,8 @@ def shard_row(
     Args:
         batch: `packed_layout` over T tokens, with T a multiple of P; `input_ids` and other `[1, T]`
             columns with one value per token (`labels`, -100 where there is none, `position_ids`);
-            and numbers. Trees, as `TreeCollator` makes them, lie whole on a rank, and the ranks
-            exchange nothing.
+            `routed_experts` `[1, T, M, K]`; and numbers. Trees, as `TreeCollator` makes them, lie
+            whole on a rank, and the ranks exchange nothing.
         group: the ranks; None: all.
         method: "documents" keeps whole documents on one rank, and cuts at most P - 1 (more if not
             causal), whose keys the ranks exchange in attention; "contiguous" gives a rank T/P
@@ -226,7 +227,10 @@ def _why_no_row(batch: Mapping[str, Any], size: int) -> str | None:
         )
     for name, x in batch.items():
         is_shared = _is_replicated(x) and name not in LABELS
-        if not is_shared and not (isinstance(x, Tensor) and x.shape == (1, tokens)):
+        of_tokens = isinstance(x, Tensor) and (
+            x.shape[:2] if name == ROUTED_EXPERTS else x.shape
+        ) == (1, tokens)
+        if not is_shared and not of_tokens:
             shape: Sequence[int] | str = (
                 list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             )

@@ -14,6 +14,7 @@ from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.layout.boundaries import is_compiled
 from flexvarlen.layout.labels import IGNORE_INDEX
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.layout.routed_experts import ROUTED_EXPERTS
 from flexvarlen.trees.part import layout_of
 from flexvarlen.trees.plan import PartSizes, TreePlan, plan_parts, segments_of
 from flexvarlen.trees.ranks import ModelRanks, check_runs_in_parts, ranks_of
@@ -93,7 +94,7 @@ def _batches(
         if step.part is None:
             tree, part, tokens = _ONE_TOKEN, _ONE_TOKEN.roots[0], torch.arange(0)
             segments = part.segments
-            inputs = {name: x.new_zeros(1, 1) for name, x in columns.items()}
+            inputs = {name: x.new_zeros(1, 1, *x.shape[2:]) for name, x in columns.items()}
             inputs["shift_labels"].fill_(IGNORE_INDEX)
         else:
             tree, part, segments = plan, step.part, step.segments
@@ -101,9 +102,9 @@ def _batches(
             on_device = tokens.to(device)
             inputs = {name: x.index_select(1, on_device) for name, x in columns.items()}
         if sizes is not None:
-            spare = 0, sizes.tokens - inputs["shift_labels"].shape[1]
+            spare = sizes.tokens - inputs["shift_labels"].shape[1]
             fill = {"shift_labels": IGNORE_INDEX}
-            inputs = {name: pad(x, spare, value=fill.get(name, 0)) for name, x in inputs.items()}
+            inputs = {name: _padded(x, spare, fill.get(name, 0)) for name, x in inputs.items()}
         expects_backward = needs_grad and not step.is_first_pass
         flags = {"stores_states": step.stores, "needs_grad": expects_backward}
         made = layout_of(tree, part, segments, states, **flags, device=device, sizes=sizes)
@@ -130,8 +131,14 @@ def has_compiled(model: nn.Module) -> bool:
     return any(map(is_compiled, model.modules()))
 
 
+def _padded(x: Tensor, tokens: int, value: int) -> Tensor:
+    """x `[1, T, ...]` with more tokens at its end."""
+    return pad(x, (0, 0) * (x.ndim - 2) + (0, tokens), value=value)
+
+
 def _run_without_gradients(model: nn.Module, batch: PartBatch) -> None:
-    inputs = {"input_ids": batch["input_ids"], "packed_layout": batch["packed_layout"]}
+    names = ("input_ids", "packed_layout", ROUTED_EXPERTS)
+    inputs = {name: batch[name] for name in names if name in batch}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     few_logits = {} if head is None else {"logits_to_keep": 1}
     with torch.no_grad(), no_random_numbers(batch["input_ids"].device):

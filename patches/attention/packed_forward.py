@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +20,7 @@ from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.row_split import RowKeys
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.patches.attention.backend_choice import chosen_for, refusal_of_layers
+from flexvarlen.patches.batch.delivery import Delivery
 from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.models.layers import LayerKind
 from flexvarlen.patches.state import BackendChoice
@@ -74,15 +74,6 @@ SHARD_WITHOUT_GROUP = (
     "packed_layout must describe whole documents, got one rank's shard of a row; pass "
     "sequence_parallel_group= to patch_model."
 )
-
-
-@dataclass(eq=False)
-class Delivery:
-    """State shared by a head and its base model."""
-
-    reached_base: bool = False  # whether the base model received the documents of its head
-    token_weights: Tensor | None = None  # int64 `[1, T]`, if ranks share the row's router loss
-    router_logits: tuple[Tensor, ...] = ()  # of the base model, for this loss
 
 
 class PackedForward:
@@ -151,10 +142,7 @@ class PackedForward:
                 return self
             copy = PackedForward.__new__(PackedForward)
             vars(copy).update(vars(self), layout=moved, routes={}, _copies={}, _postponed=None)
-            if self.row.image_runs is not None:
-                runs = self.row.image_runs
-                tokens = runs.tokens.to(moved.device, non_blocking=non_blocking)
-                copy.row = self.row._replace(image_runs=runs._replace(tokens=tokens))
+            copy.row = self.row.to(moved.device, non_blocking=non_blocking)
             if self.recurrent is not None:
                 copy.recurrent = self.recurrent.of_layout(moved)
             self._copies[name] = copy

@@ -16,6 +16,7 @@ from flexvarlen.layout.labels import unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.token_map import Padding
 from flexvarlen.packing.images import IMAGES
+from flexvarlen.patches.batch.delivery import Delivery
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,7 @@ class PaddedBatch:
         pads_left: whether any row begins with padding.
         has_empty_row: whether any row is padding alone.
         images: the columns of images of the packed row, if they are not those of the batch.
+        delivery: shared with the head, if it has something to say.
     """
 
     layout: PackedLayout
@@ -35,6 +37,7 @@ class PaddedBatch:
     pads_left: bool
     has_empty_row: bool = False
     images: Mapping[str, Tensor] = field(default_factory=dict)
+    delivery: Delivery | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
@@ -38,6 +39,7 @@ class PackedRow(NamedTuple):
         pooled_tokens: int64, offsets among all B·S tokens of those that a base model's pooler must
             read; None: the first of each row, which it reads by itself.
         image_runs: tokens of images that see one another both ways, or None.
+        routes: int `[T, M, K]`, the experts that routers replay (-1: their own), or None.
     """
 
     layout: PackedLayout
@@ -50,3 +52,13 @@ class PackedRow(NamedTuple):
     use_cache: bool | None = None
     pooled_tokens: Tensor | None = None
     image_runs: ImageRuns | None = None
+    routes: Tensor | None = None
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> PackedRow:
+        """The row with what layers read of it on another device."""
+        runs, routes = self.image_runs, self.routes
+        if runs is not None:
+            runs = runs._replace(tokens=runs.tokens.to(device, non_blocking=non_blocking))
+        if routes is not None:
+            routes = routes.to(device, non_blocking=non_blocking)
+        return self._replace(image_runs=runs, routes=routes)

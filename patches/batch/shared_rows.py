@@ -17,10 +17,12 @@ from torch import Tensor
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.prefix_tree import PrefixTree
+from flexvarlen.layout.routed_experts import route_ids
 from flexvarlen.layout.token_map import SharedPadding
 from flexvarlen.packing.images import GRIDS, IMAGES, check_images
 from flexvarlen.packing.tree_images import SAMPLE_COLUMNS, Image, SharedImages, images_in
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
+from flexvarlen.patches.state import ROUTES
 
 MIN_SHARED_TOKENS = 32
 """A shorter prefix is not shared: it saves less than a deeper tree costs."""
@@ -33,7 +35,7 @@ def share_prefixes_of_rows(
     """The same batch, with prefixes that its rows share once in its packed row.
 
     Rows share a token if it has the same offset in both, and all inputs of it and of every token
-    before it are equal, images and positions included.
+    before it are equal, images, positions and replayed experts included.
 
     Args:
         padded: without any that is shared yet.
@@ -44,6 +46,7 @@ def share_prefixes_of_rows(
     """
     batch, row_tokens = padded.shape
     of_tokens = padded.inputs_of_tokens(inputs)
+    routes = of_tokens.pop(ROUTES, None)
     if any(x.ndim > 2 or x.is_floating_point() for x in of_tokens.values()):
         return padded
     real = padded.tokens.leave(torch.ones_like(padded.tokens.offsets, dtype=torch.bool)[None])
@@ -51,6 +54,8 @@ def share_prefixes_of_rows(
     positions: Tensor | None = inputs.get("position_ids")
     if positions is not None and positions.ndim == 3:
         compared |= {f"position {i}": x for i, x in enumerate(positions)}
+    if routes is not None:
+        compared[ROUTES] = _numbered(routes)
     rows = _rows_of(list(compared.values()), real)
     lengths = [len(row) for row in rows]
     images = None
@@ -92,6 +97,13 @@ def share_prefixes_of_rows(
     )
     columns = {} if images is None else images.of_tree(tree)
     return replace(padded, layout=layout, tokens=shared, images=columns)
+
+
+def _numbered(routes: Tensor) -> Tensor:
+    """int64 `[B, S]`, equal where tokens have equal routes, of `[B, S, M, K]`."""
+    on_host = routes.cpu().numpy().reshape(-1, *routes.shape[2:])
+    numbers = torch.from_numpy(route_ids([on_host])[0])
+    return numbers.view(routes.shape[:2]).to(routes.device)
 
 
 def _images_of(types: list[NDArray[np.int64]], inputs: dict[str, Any]) -> SharedImages:

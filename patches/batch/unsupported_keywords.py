@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexvarlen.layout.routed_experts import ROUTED_EXPERTS
+
 COLUMNS = (
     "seq_lengths",
     "seq_idx",
@@ -21,6 +23,7 @@ COLUMNS = (
     "cu_seq_lens_k",
     "max_length_q",
     "max_length_k",
+    ROUTED_EXPERTS,
 )
 """Dataset columns that `PackedCollator` reads in addition to the parameters of models.
 
@@ -55,7 +58,7 @@ _OURS = {
 }
 _OURS_BY_OTHER_NAMES = {other: ours for ours, others in _OURS.items() for other in others.split()}
 _LOSS_MASKS = ("completion_mask", "assistant_masks")
-_REFUSED = frozenset((*_OURS_BY_OTHER_NAMES, *_LOSS_MASKS))
+_REFUSED = frozenset((*_OURS_BY_OTHER_NAMES, *_LOSS_MASKS, ROUTED_EXPERTS))
 
 
 def refuse_unread(
@@ -75,6 +78,11 @@ def refuse_unread(
     for name in inputs:
         if name not in _REFUSED or inputs[name] is None or _is_parameter(name, model_class):
             continue
+        if name == ROUTED_EXPERTS:  # where there are routers, the forward has taken it
+            raise ValueError(
+                f"{ROUTED_EXPERTS} must be given to a model with experts, got it for "
+                f"{getattr(model_class, '__name__', 'a model')}, which has none; remove it."
+            )
         if name in _LOSS_MASKS:
             raise ValueError(
                 f"{name} must be applied to the labels before a model is called, got it as an "

@@ -46,7 +46,7 @@ def make_row(given: Given) -> PackedRow:
     fills_cache, use_cache = _cache_of_row(given, layout)
     if has_labels_of_trees or inputs.get(SAMPLE_COUNTS) is not None:
         targets = weighted_targets(given, targets, user_loss(given.module))
-    find_pooled, find_runs = stages.pooled_tokens, stages.image_runs
+    find_pooled, find_runs, find_routes = stages.pooled_tokens, stages.image_runs, stages.routes
     row_tokens = None if given.is_explicit else given.shape[1]
     if padded is not None and given.patch.unpad:
         row_tokens = padded.shape[1]
@@ -61,6 +61,7 @@ def make_row(given: Given) -> PackedRow:
         use_cache=use_cache,
         pooled_tokens=None if find_pooled is None else find_pooled(given, layout, several),
         image_runs=None if find_runs is None else find_runs(given),
+        routes=None if find_routes is None else find_routes(given, layout),
     )
 
 

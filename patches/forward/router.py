@@ -6,6 +6,7 @@ kept for `add_router_loss`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 from flexvarlen.layout.labels import SAMPLE_COUNTS
 from flexvarlen.parallel.router_loss import shard_router_loss
 from flexvarlen.patches.attention.packed_forward import PackedForward
+from flexvarlen.patches.batch.delivery import Delivery
 from flexvarlen.patches.batch.given import Given, Inputs
+from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.models.layers import text_config_of
 from flexvarlen.patches.models.verified import is_verified
-from flexvarlen.patches.state import CONTEXT, Patch
+from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, ROUTES, Patch
 
 
 def weigh_tokens(given: Given, row: PackedRow, packed: PackedForward, inputs: Inputs) -> None:
@@ -55,14 +58,8 @@ def _token_weights(given: Given, row: PackedRow) -> Tensor:
 
     No sync; traces under `fullgraph=True`.
     """
-    parts, layout, counts = given.parts, row.layout, given.inputs.get(SAMPLE_COUNTS)
-    if not is_verified(parts.model_class, parts.model_config.model_type):
-        raise NotImplementedError(
-            "output_router_logits must be False for trees and for a row over several ranks in a "
-            "model that is not of a verified family, whose router loss may be another, got True of "
-            f"{parts.model_class.__name__}; set it to False, or give each rank whole rows of plain "
-            "documents."
-        )
+    layout, counts = row.layout, given.inputs.get(SAMPLE_COUNTS)
+    _require_known_loss(given)
     if not _counts_samples(given, row):
         return layout.real_tokens().long()[None]
     if counts is None or counts.numel() != layout.total_tokens:
@@ -76,42 +73,85 @@ def _token_weights(given: Given, row: PackedRow) -> Tensor:
     return weights[None]
 
 
-# ---- a row over several ranks ----
+def weigh_tokens_or_defer(
+    given: Given, row: PackedRow, packed: PackedForward, inputs: Inputs
+) -> None:
+    """`weigh_tokens`, or where routers replay, whose choice a head does not know, compute the loss.
+
+    A head takes the experts with the largest logits.
+    """
+    change = weigh_tokens if row.routes is None else defer_router_loss
+    change(given, row, packed, inputs)
+
+
+def _require_known_loss(given: Given) -> None:
+    parts = given.parts
+    if not is_verified(parts.model_class, parts.model_config.model_type):
+        raise NotImplementedError(
+            "output_router_logits must be False for trees, for a row over several ranks and with "
+            "routed_experts in a model that is not of a verified family, whose router loss may be "
+            f"another, got True of {parts.model_class.__name__}; set it to False, or give each "
+            "rank whole rows of plain documents."
+        )
+
+
+# ---- a loss that the head does not compute: of a row over ranks, or of replayed experts ----
 
 
 def defer_router_loss(given: Given, row: PackedRow, packed: PackedForward, inputs: Inputs) -> None:
     """Let a head's base model return router logits, but the head not compute their loss.
 
-    A head would compute it from its own rank's tokens alone. Heads without `router_aux_loss_coef`,
+    A head would compute it from its own rank's tokens alone, and of its routers' own choice. Heads
+    without `router_aux_loss_coef`,
     as DeepSeek-V3's, have no such loss.
     """
     if returns_router_logits(given):
         weights = _token_weights(given, row)  # refuses heads whose loss may be another
         if hasattr(given.module, "router_aux_loss_coef"):
-            packed.delivery.token_weights = weights
+            packed.delivery.token_weights, packed.delivery.routes = weights, row.routes
             inputs["output_router_logits"] = False
+
+
+def defer_router_loss_of_rows(given: Given, inputs: Inputs) -> None:
+    """`defer_router_loss` of a padded batch, whose base model makes the packed row.
+
+    Args:
+        inputs: the head's arguments, with a `PaddedBatch` and experts to replay, `[B, S, M, K]`.
+    """
+    routes = inputs.get(ROUTES)
+    if routes is None or not returns_router_logits(given):
+        return
+    _require_known_loss(given)
+    if hasattr(given.module, "router_aux_loss_coef"):
+        weights, routes = (given.mask != 0).flatten().long(), routes.flatten(0, 1)
+        delivery = Delivery(token_weights=weights, routes=routes)
+        inputs[CONTEXT] = replace(inputs[CONTEXT], delivery=delivery)
+        inputs["output_router_logits"] = False
 
 
 def request_router_logits(module: nn.Module, patch: Patch, inputs: Inputs) -> None:
     """Let a base model return the logits of its routers if its head needs them."""
-    packed = inputs.get(CONTEXT)
-    if isinstance(packed, PackedForward) and packed.delivery.token_weights is not None:
+    delivery = getattr(inputs.get(CONTEXT), "delivery", None)
+    if delivery is not None and delivery.token_weights is not None:
         inputs["output_router_logits"] = True
 
 
 def keep_router_logits(module: nn.Module, packed: PackedForward, outputs: Any) -> None:
     """Keep the logits of a base model's routers, as not every head returns them (TRL's)."""
-    if packed.delivery.token_weights is not None:
-        packed.delivery.router_logits = outputs["router_logits"]
+    padded = packed.row.padded
+    delivery = packed.delivery if padded is None or padded.delivery is None else padded.delivery
+    if delivery.token_weights is not None:
+        delivery.router_logits = outputs["router_logits"]
 
 
-def add_router_loss(module: Any, packed: PackedForward, outputs: Any) -> None:
-    """Give a head this rank's part of the row's loss. Waits for the other ranks of the row."""
-    weights, logits = packed.delivery.token_weights, packed.delivery.router_logits
-    if weights is None:
+def add_router_loss(module: Any, context: PackedForward | PaddedBatch, outputs: Any) -> None:
+    """Give a head this rank's part of the row's loss. Waits for the other ranks of a shared row."""
+    delivery = context.delivery
+    if delivery is None or delivery.token_weights is None:
         return
-    top_k = module.num_experts_per_tok
-    outputs["aux_loss"] = shard_router_loss(logits, weights, top_k, packed.group)
+    logits, weights, routes = delivery.router_logits, delivery.token_weights, delivery.routes
+    group, top_k = module.__dict__[ATTRIBUTE].sequence_parallel_group, module.num_experts_per_tok
+    outputs["aux_loss"] = shard_router_loss(logits, weights, top_k, group, routes)
     if outputs.get("loss") is not None:
         loss = outputs["loss"]
         outputs["loss"] = loss + torch.as_tensor(router_loss(module, outputs)).to(loss.device)

@@ -21,12 +21,20 @@ from flexvarlen.patches.forward.pooling import (
 )
 from flexvarlen.patches.forward.recurrent_layers import DOCUMENTS, recurrent_documents
 from flexvarlen.patches.forward.refusals import prepare_shared_keys, refuse_sound
+from flexvarlen.patches.forward.replay import (
+    find_routes,
+    forget_routes,
+    refuse_routes,
+    take_routes,
+    unpad_below_head_that_replays,
+)
 from flexvarlen.patches.forward.router import (
     add_router_loss,
     defer_router_loss,
     keep_router_logits,
     request_router_logits,
     weigh_tokens,
+    weigh_tokens_or_defer,
 )
 from flexvarlen.patches.forward.sequence_parallel import check_shard
 from flexvarlen.patches.forward.under_head import (
@@ -55,21 +63,27 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
     has_router = hasattr(parts.config, "output_router_logits") or not is_verified(
         parts.model_class, parts.model_config.model_type
     )
-    shares_router_loss = has_router and over_ranks
+    replays = parts.routers is not None
+    shares_router_loss = has_router and (over_ranks or replays)
+    weigh = weigh_tokens_or_defer if replays else weigh_tokens
+    unpad = unpad_below_head_that_replays if replays else unpad_below_head
     pads = settings.unpad or below.labels == "document"
     may_pool = is_base and not parts.causal
     return Stages(
         arguments=_those(
+            (replays, take_routes),
             (is_base and parts.shares_keys, prepare_shared_keys),
             (is_base and parts.drops_keywords, context_from_mask),
             (is_base and has_idle_tower(parts), run_idle_tower),
             (is_base and shares_router_loss, request_router_logits),
         ),
-        refusals=_those((has_sound, refuse_sound), (over_ranks, check_shard)),
+        refusals=_those(
+            (has_sound, refuse_sound), (over_ranks, check_shard), (replays, refuse_routes)
+        ),
         batch=_those(
             (below != NO_HEAD, documents_of_head),
             (is_base and below == NO_HEAD and settings.unpad, unpad_batch),
-            (not is_base and settings.unpad, unpad_below_head),
+            (not is_base and settings.unpad, unpad),
             (of_documents, rows_of_documents),
         ),
         checks=_those(
@@ -80,17 +94,19 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
         targets=target_maker(parts, over_ranks=over_ranks),
         pooled_tokens=pooled_tokens if may_pool else None,
         image_runs=runs_finder(parts),
+        routes=find_routes if replays else None,
         recurrent=recurrent_documents if parts.recurrent else None,
         keywords=(CONTEXT, DOCUMENTS) if parts.recurrent else (CONTEXT,),
         head=_those(
-            (not is_base and has_router and not over_ranks, weigh_tokens),
-            (not is_base and shares_router_loss, defer_router_loss),
+            (not is_base and has_router and not over_ranks, weigh),
+            (not is_base and has_router and over_ranks, defer_router_loss),
             (not is_base and parts.drops_keywords, context_into_mask),
         ),
         outputs=_those(
             (is_base and pads, pad_outputs),
             (may_pool, pool_outputs),
             (is_base and shares_router_loss, keep_router_logits),
+            (is_base and replays, forget_routes),
             (not is_base and shares_router_loss, add_router_loss),
         ),
     )

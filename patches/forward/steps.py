@@ -17,6 +17,7 @@ from torch import nn
 from flexvarlen.patches.adapters import why_not_adapters
 from flexvarlen.patches.attention.packed_forward import PackedForward, Unpacked
 from flexvarlen.patches.batch.given import Given, Inputs, read_arguments, tokens_of
+from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.row import PackedRow
 from flexvarlen.patches.batch.unpacked_rows import check_one_document
 from flexvarlen.patches.batch.unsupported_keywords import COLUMNS
@@ -71,11 +72,13 @@ def after_forward(module: nn.Module, inputs: Inputs, outputs: Any) -> None:
         ValueError: a head did not pass the documents on to its base model.
     """
     packed, patch = inputs.get(CONTEXT), module.__dict__.get(ATTRIBUTE)
-    if not isinstance(packed, PackedForward) or patch is None:
+    if not isinstance(packed, PackedForward | PaddedBatch) or patch is None:
         return
-    row = packed.row
     for change in patch.stages.outputs:
         change(module, packed, outputs)
+    if isinstance(packed, PaddedBatch):  # of a head; its base model had the row
+        return
+    row = packed.row
     base = patch.parts.base(module)
     if base is module:
         return

@@ -22,6 +22,7 @@ OF_CAPABILITIES = (
     "patches/forward/padding.py",
     "patches/forward/pooling.py",
     "patches/forward/recurrent_layers.py",
+    "patches/forward/replay.py",
     "patches/forward/router.py",
     "patches/forward/sequence_parallel.py",
     "patches/forward/trees.py",
