@@ -76,7 +76,10 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
     files = _files([r for r in records if r.status == "ok"])
     for own in files:
         first, (base, changed) = closest(own)[0], causes(own)
-        finding = f"{first.case['variant']}, {first.case['pass']}, is closest to the engine"
+        finding = f"{_name(first)} is closest to the engine"
+        if changed:
+            cause, run = min(changed.items(), key=lambda one: _far(one[1]))
+            finding += f"; of the difference of {_name(base)}, {cause} {_change(base, run)}"
         caption = (
             f"{own[0].case['file']}: {first.measures['completion_tokens']:,} tokens of "
             f"{first.measures['responses']} responses; {own[0].case['model']}, "
