@@ -141,14 +141,15 @@ def ratio_measures(log_ratio: Tensor, responses: Sequence[Response]) -> dict[str
 
     >>> one = Response(1, [1], [2, 3], [-1.0, -1.0], 1.0)
     >>> found = ratio_measures(torch.tensor([0.0, 0.5]).double(), [one])
-    >>> found["outside_0.8_1.2"], found["kl_k1"], found["worst_line"]
-    (0.5, -0.25, 1)
+    >>> found["outside_0.8_1.2"], found["kl_k1"], found["worst_token"]
+    (0.5, -0.25, 'token 1 of line 1')
     """
     pieces = log_ratio.split([len(each.completion) for each in responses])
     worst = [_rms(piece) for piece in pieces]
     ratio = log_ratio.exp()
     at = torch.quantile(ratio, torch.tensor(QUANTILES, dtype=ratio.dtype)).tolist()
-    sums = [float(piece.sum()) for piece in pieces]
+    places = [(x.line, at) for x in responses for at in range(len(x.completion))]
+    line, token = places[int(log_ratio.abs().argmax())]
     return {
         "responses": len(pieces),
         "completion_tokens": len(log_ratio),
@@ -160,9 +161,10 @@ def ratio_measures(log_ratio: Tensor, responses: Sequence[Response]) -> dict[str
         **{f"outside_{low}_{high}": _outside(log_ratio, low, high) for low, high in BANDS},
         "kl_k1": -float(log_ratio.mean()),
         "kl_k3": float((ratio - 1 - log_ratio).mean()),
-        "response_log_ratio_max_abs": max(map(abs, sums)),
+        "responses_log_ratio": [float(piece.sum()) for piece in pieces],
         "response_rms": max(worst),
         "worst_line": responses[worst.index(max(worst))].line,
+        "worst_token": f"token {token} of line {line}",
     }
 
 

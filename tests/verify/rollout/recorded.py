@@ -1,9 +1,16 @@
-"""Responses that transformers sampled from a tiny model, as an engine would record them."""
+"""Responses that transformers sampled from a tiny model, as an engine would record them.
+
+`python -m tests.verify.rollout.recorded FOLDER` writes the model, and 64 responses of 64 tokens by
+`generate` and by continuous batching, each with two attentions, for `flexvarlen drift rollout`.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -26,17 +33,17 @@ def peaked_model(seed=0, head_scale=3):
 
 
 @cache
-def generated(attention, temperature=1.0, head_scale=3):
+def generated(attention, temperature=1.0, head_scale=3, number=PROMPTS, tokens=COMPLETION):
     """Responses by `generate`, with the log-probabilities of its own logits."""
     model = peaked_model(head_scale=head_scale)
     model.set_attn_implementation(attention)
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(1024, (PROMPTS, PROMPT), generator=generator)
+    prompts = torch.randint(1024, (number, PROMPT), generator=generator)
     torch.manual_seed(0)
     out = model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
-        max_new_tokens=COMPLETION,
+        max_new_tokens=tokens,
         do_sample=True,
         temperature=temperature,
         top_k=0,
@@ -55,7 +62,7 @@ def generated(attention, temperature=1.0, head_scale=3):
     ]
 
 
-def continuous(attention):
+def continuous(attention, number=PROMPTS, tokens=COMPLETION):
     """Responses by continuous batching, which returns its log-probabilities."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -63,10 +70,10 @@ def continuous(attention):
     model = peaked_model()
     model.set_attn_implementation(attention)
     config = GenerationConfig(
-        max_new_tokens=COMPLETION, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
+        max_new_tokens=tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
     )
     how = ContinuousBatchingConfig(return_logprobs=True, num_blocks=64, max_batch_tokens=256)
-    prompts = [list(range(i, 3 * i + 9)) for i in range(PROMPTS)]
+    prompts = [list(range(i, 3 * i + 9)) for i in range(number)]
     torch.manual_seed(0)
     found = model.generate_batch(
         prompts, generation_config=config, continuous_batching_config=how, progress_bar=False
@@ -108,3 +115,24 @@ def retokenized(token):
 
 def at_temperature(temperature):
     return lambda each: replace(each, temperature=temperature)
+
+
+def write(folder):
+    peaked_model().save_pretrained(folder / "qwen3-tiny")
+    for attention in ("sdpa", "eager"):
+        for engine in (generated, continuous):
+            lines = [
+                {
+                    "prompt_ids": each.prompt,
+                    "completion_ids": each.completion,
+                    "logprobs": each.logprobs,
+                    "temperature": each.temperature,
+                }
+                for each in engine(attention, number=64, tokens=64)
+            ]
+            file = folder / f"{engine.__name__}-{attention}.jsonl"
+            file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
