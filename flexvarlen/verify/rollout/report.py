@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, commits_of, grouped_by, ran_on
-from flexvarlen.report.table import number, share
+from flexvarlen.report.table import NOTHING, Column, Table, number, share
 from flexvarlen.verify.experiment.variant import is_ours
 from flexvarlen.verify.rollout.drift import (
     ALONE,
@@ -68,6 +69,30 @@ def sentence(records: Sequence[Record]) -> str:
                 f"{', '.join(parts)}."
             )
     return " ".join(said)
+
+
+def section(records: Sequence[Record]) -> str:
+    """The table of a page: a column for each file, a line for each thing that is changed."""
+    cells: dict[str, dict[str, str]] = {}
+    for own in _files([r for r in records if r.status == "ok"]):
+        base, changed = causes(own)
+        for name, r in {f"our `{base.case['variant']}`, packed": base, **changed}.items():
+            text = f"{number(_far(r))} ({share(r.measures['outside_0.9_1.1'])})"
+            cells.setdefault(name, {})[own[0].case["file"].partition(".")[0]] = text
+    files = list(dict.fromkeys(file for line in cells.values() for file in line))
+    columns = [Column("changed", lambda line: line[0])]
+    columns += [Column(file, partial(_cell, file)) for file in files]
+    case, m = records[0].case, records[0].measures
+    return (
+        f"{case['model']}, {case['dtype']}; {m['completion_tokens']:,} tokens of {m['responses']} "
+        f"responses a file; {ran_on(records[0].environment)}{commits_of(records)}. Rms of the "
+        "log-ratio, and the share of tokens whose ratio is outside 0.9 to 1.1.\n\n"
+        f"{Table.of(cells.items(), columns).markdown()}"
+    )
+
+
+def _cell(file: str, line: tuple[str, dict[str, str]]) -> str:
+    return line[1].get(file, NOTHING)
 
 
 def draw(records: Sequence[Record], folder: Path) -> list[Path]:
