@@ -245,7 +245,7 @@ def _parsed(text: str) -> tuple[Values, Reader]:
 def _checked(line: int, given: Given, reader: Reader, temperature: float) -> Response:
     for name, ids in (("prompt", given.prompt), ("completion", given.completion)):
         if not isinstance(ids, list) or not ids:
-            raise ValueError(f"ids of a {name}, got {ids!r}; ask for {reader.ask}")
+            raise ValueError(f"ids of a {name}, got {ids!r:.60}; ask for {reader.ask}")
         wrong = [at for at, x in enumerate(ids) if type(x) is not int or x < 0]
         if wrong:
             raise ValueError(
@@ -258,7 +258,7 @@ def _checked(line: int, given: Given, reader: Reader, temperature: float) -> Res
 
 def _require_logprobs(ids: Sequence[int], logprobs: Any, reader: Reader) -> None:
     if not isinstance(logprobs, list):
-        raise ValueError(f"log-probabilities, got {logprobs!r}; ask for {reader.ask}")
+        raise ValueError(f"log-probabilities, got {logprobs!r:.60}; ask for {reader.ask}")
     if len(logprobs) != len(ids):
         at = min(len(ids), len(logprobs))
         rest = "truncated" if len(logprobs) < len(ids) else "longer than the completion"

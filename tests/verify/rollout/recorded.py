@@ -1,6 +1,6 @@
 """Responses that transformers sampled from a tiny model, as an engine would record them.
 
-`python -m tests.verify.rollout.recorded FOLDER` writes the model, and 64 responses of 64 tokens by
+`python -m tests.verify.rollout.recorded FOLDER` writes the model, and 16 responses of 64 tokens by
 `generate` and by continuous batching, each with two attentions, for `flexvarlen drift rollout`.
 """
 
@@ -128,7 +128,7 @@ def write(folder):
                     "logprobs": each.logprobs,
                     "temperature": each.temperature,
                 }
-                for each in engine(attention, number=64, tokens=64)
+                for each in engine(attention, number=16, tokens=64)
             ]
             file = folder / f"{engine.__name__}-{attention}.jsonl"
             file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
