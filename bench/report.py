@@ -19,6 +19,7 @@ SECTIONS: Mapping[str, str] = {
     "compare": "flexvarlen.verify.compare.report",
     "drift-op": "flexvarlen.verify.compare.drift_tables",
     "drift-model": "flexvarlen.verify.compare.drift_tables",
+    "drift-rollout": "flexvarlen.verify.rollout.report",
 }
 """The module that holds `section`, of records that no benchmark wrote."""
 

@@ -1,4 +1,4 @@
-"""The commands `flexvarlen drift op` and `model`. Heavy imports happen inside."""
+"""The commands `flexvarlen drift op`, `model` and `rollout`. Heavy imports happen inside."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from zlib import crc32
 
 import typer
 
@@ -17,6 +18,7 @@ from flexvarlen.cli.console import (
     Again,
     Commit,
     Device,
+    Dtype,
     RowTokens,
     Seed,
     Text,
@@ -168,6 +170,76 @@ def model_command(
         ]
         options = _options(where, _variants(backend, where))
         _run(ModelDrift(cases), options, out, again, commit, fail_above)
+
+
+@drift.command()
+def rollout(
+    responses: Annotated[
+        Path,
+        typer.Option(
+            "--responses",
+            help="JSON lines, a response on each: vLLM's RequestOutput or server, SGLang's "
+            "/generate, or prompt_ids, completion_ids and logprobs; also temperature.",
+        ),
+    ],
+    model: Annotated[str, typer.Option("--model", help="The folder or hub name that sampled.")],
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            help="Of the sampling, for lines that do not say. [default: each line's]",
+            show_default=False,
+        ),
+    ] = None,
+    logprobs_mode: Annotated[
+        str | None,
+        typer.Option(
+            "--logprobs-mode",
+            help="raw_logprobs (vLLM's default: before temperature and processors) or "
+            "processed_logprobs, for lines that do not say. [default: processed_logprobs, to be "
+            "given for vLLM where it matters]",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: RowTokens = None,
+    backend: Backends = "all",
+    dtype: Dtype = None,
+    device: Device = None,
+    seed: Seed = 0,
+    out: Out = Path("drift"),
+    again: Again = False,
+    fail_above: FailAbove = None,
+    commit: Commit = None,
+) -> None:
+    """Compare a model's log-probabilities with those of the engine that sampled.
+
+    By token and response, for each backend, packed and alone, with head and model in float32: which
+    comes closest, and what causes the rest. Broken files are refused.
+    """
+    with one_line_errors(rollout):
+        from flexvarlen.verify.corpus import DEFAULT_TOKENS
+        from flexvarlen.verify.models import build_model, checked_model
+        from flexvarlen.verify.rollout.consistency import require_consistent
+        from flexvarlen.verify.rollout.drift import RolloutCase, RolloutDrift
+        from flexvarlen.verify.rollout.responses import Sampling, read_responses
+
+        where = device_of(device)
+        what = dtype_of(dtype, where)
+        found = read_responses(responses, Sampling(temperature, logprobs_mode))
+        label, options = checked_model(model).label, _options(where, _variants(backend, where))
+        built, _ = build_model(model, device=where, dtype=what, seed=seed)
+        row = tokens or DEFAULT_TOKENS[where.type]
+        require_consistent(built.eval(), found, row)
+        case = RolloutCase(
+            model=label,
+            dtype=str(what).removeprefix("torch."),
+            file=responses.name,
+            crc32=crc32(responses.read_bytes()),
+            tokens=row,
+            responses=tuple(found),
+            load=lambda: built,
+        )
+        _run(RolloutDrift([case]), options, out, again, commit, fail_above)
 
 
 # ---- what options mean ----

@@ -85,7 +85,7 @@ def read_documents(files: Sequence[str | Path] = (), tokenizer: Any = None) -> t
         return tuple(text for _, text in sorted(topics.items()))
     texts: list[str] = []
     for file in map(Path, files):
-        text = _read(file)
+        text = read_text(file)
         if file.suffix.lower() in SUFFIXES:
             texts += json_documents(text, file, tokenizer)
         else:
@@ -99,16 +99,18 @@ def read_documents(files: Sequence[str | Path] = (), tokenizer: Any = None) -> t
     return documents
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path, name: str = "text") -> str:
+    """A file's content; raises a ValueError about `name` where it is no UTF-8 text."""
     try:
         return file.read_text(encoding="utf-8")
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise ValueError(
-            f"text must name a readable file, got {str(file)!r} ({error.strerror}); check the path."
+            f"{name} must name a readable file, got {str(file)!r} ({error.strerror}); check the "
+            "path."
         ) from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"text must be UTF-8, got invalid bytes in {str(file)!r}; convert the file."
+            f"{name} must be UTF-8, got invalid bytes in {str(file)!r}; convert the file."
         ) from error
 
 

@@ -73,7 +73,9 @@ def test_an_option_of_several_commands_has_one_spelling():
     assert {name for name in found if f"{name}s" in found} == set()
 
 
-@pytest.mark.parametrize("command", ["compare", "drift model", "bench all", "tune", "verify"])
+@pytest.mark.parametrize(
+    "command", ["compare", "drift model", "drift rollout", "bench all", "tune", "verify"]
+)
 def test_help_shows_every_default(command):
     found = get_command(app)
     for name in command.split():

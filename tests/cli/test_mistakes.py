@@ -9,6 +9,7 @@ from flexvarlen.cli import app
 MODELS = ("compare", "verify", "drift model")
 BACKENDS = (*MODELS, "drift op")
 RECORDS = ("compare", "drift model", "drift op")
+ROLLOUT = ["--model", "qwen3", "--responses"]
 
 MISTAKES = [
     (MODELS, ["--model", "lama"], "--model must be"),
@@ -31,6 +32,8 @@ MISTAKES = [
     (["drift op"], ["--comparisons", "exat"], "--comparisons must be all, or among"),
     (["drift model"], ["--comparisons", "packed"], "--comparisons must be all, or among"),
     (["drift op"], ["--fail-above", "relative=-1"], "--fail-above must be MEASURE=VALUE"),
+    (["drift rollout"], [*ROLLOUT, "no-such-file"], "--responses must name a readable file"),
+    (["drift rollout"], [*ROLLOUT, __file__], "--responses must have a JSON object on each line"),
     (["verify"], ["--form", "cu_seqlens"], "--form must be one of"),
     (
         ["verify"],

@@ -22,6 +22,7 @@ from flexvarlen.verify.compare.drift_tables import (
     tables,
 )
 from flexvarlen.verify.experiment.variant import is_ours
+from flexvarlen.verify.rollout import report as rollout
 
 
 class Threshold(NamedTuple):
@@ -69,7 +70,7 @@ class Threshold(NamedTuple):
 
 @dataclass(frozen=True)
 class DriftReport:
-    """Records of `operator_drift`, `model_drift` or a `records.jsonl`."""
+    """Records of a suite of drift, or of a `records.jsonl`."""
 
     records: tuple[Record, ...]
 
@@ -128,10 +129,11 @@ class DriftReport:
         return sentences
 
     def save(self, path: Path) -> None:
-        """Write tables and sentences as Markdown."""
+        """Write tables and sentences as Markdown, and the picture of a rollout beside it."""
         parts = [table.markdown() for table in self.tables()]
         text = without_paths("\n\n".join(parts))
         path.write_text("\n\n".join([text, *self.sentences()]) + "\n", encoding="utf-8")
+        rollout.draw([r for r in self.records if r.suite == "drift-rollout"], path.parent)
 
 
 def _size(value: Any) -> float | None:
@@ -156,7 +158,7 @@ def _name(record: Record) -> str:
 
 
 def _case(record: Record) -> str:
-    names = ("name", "model", "dtype", "comparison")
+    names = ("name", "model", "dtype", "comparison", "pass")
     return ", ".join(str(record.case[name]) for name in names if record.case.get(name))
 
 
@@ -189,5 +191,5 @@ def _models(ran: Records) -> str:
     return f"{_count(ran)} of models within the acceptance rule: relative {', '.join(differences)}."
 
 
-SENTENCES = {"drift-op": _operators, "drift-model": _models}
+SENTENCES = {"drift-op": _operators, "drift-model": _models, "drift-rollout": rollout.sentence}
 """A sentence about a suite's records that ran without findings."""

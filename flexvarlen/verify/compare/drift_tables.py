@@ -108,6 +108,8 @@ def _table(records: Records) -> Table:
             for name in grouped(records, "comparison")
             for way, parts in (("fwd", FORWARD), ("bwd", BACKWARD))
         ]
+    elif suite == "drift-rollout":
+        title = f"{case['file']} of the engine beside {case.get('model')}, {case['dtype']}"
     else:
         title += " packed in a row"
     title = f"{title}; {ran_on(records[0].environment)}"
@@ -141,6 +143,10 @@ def _first_part(line: Records) -> str:
     return (measures["first_part"] or "none") if "logits_equal" in measures else NOTHING
 
 
+def _digits(form: str) -> Callable[[float | None], str]:
+    return lambda value: NOTHING if value is None else format(value, form)
+
+
 COLUMNS: dict[str, Callable[[Column], tuple[Column, ...]]] = {
     "drift-op": lambda status: (
         Column("backend", lambda line: str(line[0].case["variant"])),
@@ -159,9 +165,23 @@ COLUMNS: dict[str, Callable[[Column], tuple[Column, ...]]] = {
         measure("top-1", "top1", show=share),
         measure("gradients", "gradient_relative"),
     ),
+    "drift-rollout": lambda status: (
+        Column("backend", lambda line: str(line[0].case["variant"])),
+        field("pass"),
+        status,
+        measure("rms", "log_ratio_rms"),
+        measure("outside 0.8 to 1.2", "outside_0.8_1.2", show=share),
+        measure("0.9 to 1.1", "outside_0.9_1.1", show=share),
+        measure("k1", "kl_k1"),
+        measure("k3", "kl_k3"),
+        *(measure(f"ratio p{q}", f"ratio_p{q}", show=_digits(".3f")) for q in ("01", "50", "99")),
+        measure("worst response", "response_rms"),
+        measure("line", "worst_line", show=_digits(".0f")),
+        measure("moved", "moved_rms"),
+    ),
 }
 """Columns of each suite's table, given the status column, whose reasons each table numbers."""
-DISPENSABLE = ("log-probability", "KL", "first layer", "top-1")
+DISPENSABLE = ("log-probability", "KL", "first layer", "top-1", "line", "ratio p50", "moved", "k1")
 """Titles of the columns that a narrow terminal goes without, in this order; report.md has all."""
 
 
@@ -222,10 +242,6 @@ def _range(title: str, name: str) -> Column:
         return " to ".join(dict.fromkeys(f"{value:.2g}" for value in ends)) or NOTHING
 
     return Column(title, cell)
-
-
-def _digits(form: str) -> Callable[[float | None], str]:
-    return lambda value: NOTHING if value is None else format(value, form)
 
 
 OPERATOR_COLUMNS = (

@@ -1,0 +1,209 @@
+"""`require_consistent`: refuse files whose log-probabilities are not those of these tokens.
+
+The model's log-probabilities of every token are compared with the engine's, as they are and as
+each explanation of a broken file has them: of the token before or after, at another temperature.
+Costs are absolute differences in nats, of at most `CAP`, so that no token decides alone. Of all
+runs of tokens that one explains better, the one with the largest gain counts, if it passes all
+thresholds; where several do, the first. What no explanation fits, and is further off than
+rounding of any dtype makes it, is of other tokens or of another model.
+
+Honest drift stays below: bf16 moves a token by 0.01 to 0.05 nats in the mean, and by more than 0.25
+one in hundreds; its sign is random, so that no other temperature or token fits better. A break
+that moves log-probabilities by less than `EVIDENCE` in all is not seen.
+
+Shapes: N tokens of all completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flexvarlen.verify.rollout.logprobs import (
+    chosen_logprobs,
+    require_vocabulary,
+    trainer_logprobs,
+)
+from flexvarlen.verify.rollout.responses import RAW, Response
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CAP = 2.0
+"""Nats: the most that one token costs."""
+EXPECTED = 0.25
+"""Nats a token in the mean of a run that no honest drift reaches: sampled at bf16, ten times it."""
+EVIDENCE = 4.0
+"""Nats by which an explanation must be better in total: likelihoods that differ by 50 times."""
+TOKENS = 8
+"""Tokens of the shortest run."""
+STANDARD_ERRORS = 6.0
+"""By which the mean gain of a token must exceed 0: the best of many runs is looked for."""
+BETTER = 0.7
+"""The cost that an explanation may leave, of what it explains."""
+SPREAD = 0.5
+"""Cost, of the mean deviation of the engine's log-probabilities, above which they are not of these
+tokens: log-probabilities of other tokens cost about 1 to 1.5 of it."""
+FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
+"""Other temperatures, in multiples of the file's."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a broken file may hold: in words, with what to do, and its log-probabilities `[N]`.
+
+    NaN where it says nothing.
+    """
+
+    what: str
+    todo: str
+    logprobs: Tensor
+
+
+def require_consistent(
+    base: PreTrainedModel, responses: Sequence[Response], tokens: int, backend: str = "auto"
+) -> None:
+    """Refuse responses of other tokens or models, shifted, or at another temperature.
+
+    Args:
+        base: the model that is said to have sampled.
+        tokens: of a packed row.
+
+    Raises:
+        ValueError: says what is wrong, and at which line and token it begins.
+    """
+    require_vocabulary(base, responses)
+
+    def at_temperatures(logits: Tensor, ids: Tensor, heat: Tensor) -> Tensor:
+        others = [heat, torch.ones_like(heat), *(heat * factor for factor in FACTORS)]
+        return torch.stack([chosen_logprobs(logits, ids, each) for each in others], dim=1)
+
+    every = trainer_logprobs(backend, base, responses, tokens, score=at_temperatures)
+    engine = torch.tensor([x for each in responses for x in each.logprobs], dtype=torch.float64)
+    sentence = why_broken(responses, engine, every[:, 0], explanations(responses, every))
+    if sentence is not None:
+        raise ValueError(sentence)
+
+
+def explanations(responses: Sequence[Response], every: Tensor) -> list[Explanation]:
+    """The explanations that are looked for.
+
+    Args:
+        every: `[N, 2 + FACTORS]`, log-probabilities at the file's temperatures, at 1, and at the
+            multiples.
+    """
+    pieces = every[:, 0].split([len(each.completion) for each in responses])
+    nothing = every.new_full((1,), torch.nan)
+    after = torch.cat([torch.cat([piece[1:], nothing]) for piece in pieces])
+    before = torch.cat([torch.cat([nothing, piece[:-1]]) for piece in pieces])
+    shift = "shift them by one token"
+    heat = torch.tensor([each.temperature for each in responses for _ in each.completion])
+    found = [
+        Explanation("log-probabilities of the tokens after their own (off by one)", shift, after),
+        Explanation("log-probabilities of the tokens before their own (off by one)", shift, before),
+    ]
+    for factor, logprobs in zip((None, *FACTORS), every[:, 1:].unbind(1), strict=True):
+        same = heat == 1 if factor is None else heat * factor == 1
+        if factor is None and bool(same.all()):
+            continue
+        at = "1" if factor is None or bool(same.all()) else f"{factor:g} times the file's"
+        todo = f"name the temperature, logprobs_mode {RAW}, or the top_p or top_k of the sampling"
+        found.append(Explanation(f"another temperature, about {at}", todo, logprobs))
+    return found
+
+
+def why_broken(
+    responses: Sequence[Response],
+    engine: Tensor,
+    trainer: Tensor,
+    others: Sequence[Explanation],
+) -> str | None:
+    """A sentence about what is wrong with a file and where it begins, or None.
+
+    Args:
+        engine, trainer: `[N]`, log-probabilities of all tokens.
+        others: explanations of what else the engine's may be.
+    """
+    cost = _cost(engine, trainer)
+    best: tuple[float, Explanation, tuple[int, int]] | None = None
+    for other in others:
+        left = torch.where(other.logprobs.isnan(), cost, _cost(engine, other.logprobs))
+        if run := first_run(cost - left, partial(_explains, cost, left)):
+            gain = float((cost - left)[slice(*run)].sum())
+            best = max(best or (0.0, other, run), (gain, other, run), key=lambda one: one[0])
+    if best is not None:
+        _, other, (start, end) = best
+        return (
+            f"responses must have log-probabilities of their own tokens and temperature, got "
+            f"{other.what} from {_place(responses, start)} on ({end - start} tokens are "
+            f"{float(cost[start:end].mean()):.2g} nats off in the mean); {other.todo}."
+        )
+    run = first_run(cost - EXPECTED, partial(_is_foreign, engine, cost))
+    if run is None:
+        return None
+    off = f"{float(cost[slice(*run)].mean()):.2g} nats off in the mean"
+    if run[1] - run[0] > 0.8 * len(cost):
+        return (
+            f"responses must be of this model, got log-probabilities {off} from "
+            f"{_place(responses, run[0])} on, nearly everywhere; name the model and the weights "
+            "that sampled, and the ids that it sampled."
+        )
+    return (
+        f"responses must have the ids that the engine sampled, got log-probabilities of other "
+        f"tokens from {_place(responses, run[0])} on (re-tokenized?): {run[1] - run[0]} tokens are "
+        f"{off}; keep the engine's ids."
+    )
+
+
+def first_run(gain: Tensor, counts: Callable[[int, int], bool]) -> tuple[int, int] | None:
+    """The first run of tokens with the largest gain before the next, of those that count.
+
+    Args:
+        gain: `[N]`; a run's is the sum.
+        counts: whether the run from a token to another counts.
+    """
+    found, end = None, len(gain)
+    while end >= TOKENS:
+        total = torch.cat([gain.new_zeros(1), gain[:end].cumsum(0)])
+        lowest, since = total.cummin(0)
+        last = int((total - lowest).argmax())
+        run = int(since[last]), last
+        if run[1] - run[0] < TOKENS or float(gain[slice(*run)].sum()) < EVIDENCE:
+            return found
+        if not counts(*run):
+            return found
+        found, end = run, run[0]
+    return found
+
+
+def _cost(engine: Tensor, other: Tensor) -> Tensor:
+    return (engine - other).abs().clamp(max=CAP)
+
+
+def _explains(cost: Tensor, left: Tensor, start: int, end: int) -> bool:
+    """Whether an explanation leaves little of a run's cost, and that not by luck."""
+    cost, left = cost[start:end], left[start:end]
+    gain = cost - left
+    error = float(gain.std()) / len(gain) ** 0.5
+    small = float(left.mean()) <= min(BETTER * float(cost.mean()), EXPECTED)
+    return small and float(gain.mean()) >= STANDARD_ERRORS * error
+
+
+def _is_foreign(engine: Tensor, cost: Tensor, start: int, end: int) -> bool:
+    """Whether a run is off by as much as log-probabilities of other tokens are."""
+    run = engine[start:end]
+    spread = float((run - run.median()).abs().mean())
+    return float(cost[start:end].mean()) >= SPREAD * min(spread, CAP)
+
+
+def _place(responses: Sequence[Response], token: int) -> str:
+    for each in responses:
+        if token < len(each.completion):
+            return f"token {token} of line {each.line}"
+        token -= len(each.completion)
+    raise IndexError(token)

@@ -1,0 +1,154 @@
+"""Records of "drift-rollout" as sentences and a picture: what is closest, what causes the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexvarlen.report.figure import bars, chart, save, style_of
+from flexvarlen.report.records import Record, commits_of, grouped_by, ran_on
+from flexvarlen.report.table import NOTHING, Column, Table, number, share
+from flexvarlen.verify.experiment.variant import is_ours
+from flexvarlen.verify.rollout.drift import (
+    ALONE,
+    PACKED,
+    REFERENCE,
+    WIDE_HEAD,
+    WIDE_MODEL,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DISTANCE = "log_ratio_rms"
+"""The distance from the engine that ranks runs: its squares add up where causes are independent."""
+AS_CLOSE = 1.02
+"""Distances within this factor of the smallest count as equal."""
+
+
+def closest(records: Sequence[Record]) -> list[Record]:
+    """The records nearest to the engine, the nearest first."""
+    ranked = sorted(records, key=lambda r: r.measures[DISTANCE])
+    return [r for r in ranked if _far(r) <= AS_CLOSE * _far(ranked[0])]
+
+
+def causes(records: Sequence[Record]) -> tuple[Record, dict[str, Record]]:
+    """Our nearest backend packed in the model's dtype, and the runs that change one thing of it.
+
+    Of attention these are the reference, and the nearest other one.
+    """
+    packed = sorted((r for r in records if r.case["pass"] == PACKED), key=_far)
+    ours = [r for r in packed if is_ours(r.case["variant"]) and r.case["variant"] != REFERENCE]
+    base = (ours or packed)[0]
+    own = {r.case["pass"]: r for r in records if r.case["variant"] == base.case["variant"]}
+    others = [r for r in packed if r is not base]
+    found = {f"{r.case['variant']} attention": r for r in others[:1]}
+    found |= {f"{REFERENCE} attention": r for r in others if r.case["variant"] == REFERENCE}
+    names = {"fp32 head": WIDE_HEAD, "each alone": ALONE, "fp32 model": WIDE_MODEL}
+    return base, found | {name: own[of] for name, of in names.items() if of in own}
+
+
+def sentence(records: Sequence[Record]) -> str:
+    """What comes closest, and what each change of the trainer does to the distance."""
+    said = []
+    for own in _files(records):
+        near, (base, changed) = closest(own), causes(own)
+        m, names = near[0].measures, ", ".join(map(_name, near[:3]))
+        said.append(
+            f"{own[0].case['file']}: closest to the engine: {names} (rms of the log-ratio "
+            f"{number(_far(near[0]))}, {share(m['outside_0.8_1.2'])} of {m['completion_tokens']:,} "
+            f"tokens outside 0.8 to 1.2, {share(m['outside_0.9_1.1'])} outside 0.9 to 1.1, KL "
+            f"{number(m['kl_k3'])})."
+        )
+        parts = [f"{name} {_change(base, r)}" for name, r in changed.items()]
+        if parts:
+            said.append(
+                f"Of the mean square of {_name(base)} (rms {number(_far(base))}): "
+                f"{', '.join(parts)}."
+            )
+    return " ".join(said)
+
+
+def section(records: Sequence[Record]) -> str:
+    """The table of a page: a column for each file, a line for each thing that is changed."""
+    cells: dict[str, dict[str, str]] = {}
+    for own in _files([r for r in records if r.status == "ok"]):
+        base, changed = causes(own)
+        for name, r in {f"our `{base.case['variant']}`, packed": base, **changed}.items():
+            text = f"{number(_far(r))} ({share(r.measures['outside_0.9_1.1'])})"
+            cells.setdefault(name, {})[own[0].case["file"].partition(".")[0]] = text
+    files = list(dict.fromkeys(file for line in cells.values() for file in line))
+    columns = [Column("changed", lambda line: line[0])]
+    columns += [Column(file, partial(_cell, file)) for file in files]
+    case, m = records[0].case, records[0].measures
+    return (
+        f"{case['model']}, {case['dtype']}; {m['completion_tokens']:,} tokens of {m['responses']} "
+        f"responses a file; {ran_on(records[0].environment)}{commits_of(records)}. Rms of the "
+        "log-ratio, and the share of tokens whose ratio is outside 0.9 to 1.1.\n\n"
+        f"{Table.of(cells.items(), columns).markdown()}"
+    )
+
+
+def _cell(file: str, line: tuple[str, dict[str, str]]) -> str:
+    return line[1].get(file, NOTHING)
+
+
+def draw(records: Sequence[Record], folder: Path) -> list[Path]:
+    """A picture of each file's records; returns the files."""
+    paths: list[Path] = []
+    files = _files([r for r in records if r.status == "ok"])
+    for own in files:
+        first, (base, changed) = closest(own)[0], causes(own)
+        finding = f"{_name(first)} is closest to the engine"
+        if changed:
+            cause, run = min(changed.items(), key=lambda one: _far(one[1]))
+            finding += f"; of the difference of {_name(base)}, {cause} {_change(base, run)}"
+        caption = (
+            f"{own[0].case['file']}: {first.measures['completion_tokens']:,} tokens of "
+            f"{first.measures['responses']} responses; {own[0].case['model']}, "
+            f"{own[0].case['dtype']}; {ran_on(own[0].environment)}{commits_of(own)}; flexvarlen "
+            "drift rollout. Left: packed, by attention. Right: one thing changed."
+        )
+        figure, (left, right) = chart(finding, caption, height_px=340, panels=2)
+        packed = [r for r in own if r.case["pass"] == PACKED]
+        _bars(left, {r.case["variant"]: r for r in packed})
+        _bars(right, {_name(base): base, **changed}, base.case["variant"])
+        name = "rollout.png" if len(files) == 1 else f"rollout-{len(paths) + 1}.png"
+        paths.append(save(figure, folder / name))
+    return paths
+
+
+def _bars(axes: Axes, records: dict[str, Record], variant: str = "") -> None:
+    colors = [style_of(variant or r.case["variant"]).color for r in records.values()]
+    values = {name: _far(r) for name, r in records.items()}
+    texts = [number(x) for x in values.values()]
+    bars(axes, values, label="rms of log(trainer ÷ engine), nats", colors=colors, texts=texts)
+
+
+def _files(records: Sequence[Record]) -> list[list[Record]]:
+    keys = ("file", "crc32", "model", "dtype")
+    return list(grouped_by(records, lambda r: tuple(r.case[key] for key in keys)).values())
+
+
+def _far(record: Record) -> float:
+    distance: float = record.measures[DISTANCE]
+    return distance
+
+
+def _name(record: Record) -> str:
+    return f"{record.case['variant']} {record.case['pass']}"
+
+
+def _change(base: Record, record: Record) -> str:
+    """By how much the mean square of the log-ratio falls or rises: such shares of causes add up.
+
+    >>> of = [Record("", {}, "ok", None, {DISTANCE: x}) for x in (0.1, 0.05)]
+    >>> _change(*of), _change(*reversed(of)), _change(of[0], of[0])
+    ('removes 75.00%', 'adds 300%', 'changes nothing')
+    """
+    left = (_far(record) / _far(base)) ** 2 if _far(base) else 1.0
+    if left == 1:
+        return "changes nothing"
+    return f"removes {share(1 - left)}" if left < 1 else f"adds {share(left - 1)}"
