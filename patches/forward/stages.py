@@ -28,6 +28,7 @@ from flexvarlen.patches.forward.router import (
     request_router_logits,
     weigh_tokens,
 )
+from flexvarlen.patches.forward.row_size import check_row_size, fill_row, fill_row_below_head
 from flexvarlen.patches.forward.sequence_parallel import check_shard
 from flexvarlen.patches.forward.under_head import (
     context_from_mask,
@@ -56,7 +57,8 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
         parts.model_class, parts.model_config.model_type
     )
     shares_router_loss = has_router and over_ranks
-    pads = settings.unpad or below.labels == "document"
+    fixed_size = settings.same_bits is not None
+    pads = settings.unpad or below.labels == "document" or fixed_size
     may_pool = is_base and not parts.causal
     return Stages(
         arguments=_those(
@@ -70,9 +72,12 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
             (below != NO_HEAD, documents_of_head),
             (is_base and below == NO_HEAD and settings.unpad, unpad_batch),
             (not is_base and settings.unpad, unpad_below_head),
+            (is_base and fixed_size, fill_row),
+            (not is_base and fixed_size, fill_row_below_head),
             (of_documents, rows_of_documents),
         ),
         checks=_those(
+            (fixed_size, check_row_size),
             (of_documents, check_document_head),
             (head.labels == "row", check_row_head),
         ),
