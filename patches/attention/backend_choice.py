@@ -108,15 +108,13 @@ def same_bits_choice(
     ]
     if not calls:
         return choice
-    why = {
-        name: next((x for call in calls if (x := refusal(name, call)) is not None), None)
-        for name in SAME_BITS
-    }
-    auto = next((name for name, reason in why.items() if reason is None), None)
+    serve = (name for name in SAME_BITS if all(refusal(name, call) is None for call in calls))
+    auto = next(serve, None)
     if auto is None:
         raise NotImplementedError(
-            "same_bits needs a backend that gives a document the same bits at every offset, and "
-            f"none serves this model: {' '.join(map(str, why.values()))}"
+            "same_bits needs a backend that gives a document the same bits at every offset, got "
+            f"'auto' and a model on {device} in {dtype} that none of {', '.join(SAME_BITS)} can "
+            "serve; name one of them to see why, or remove same_bits."
         )
     if isinstance(choice, str):
         return auto

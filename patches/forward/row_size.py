@@ -129,7 +129,19 @@ def longer(layout: PackedLayout, total_tokens: int) -> PackedLayout:
     inside = layout.padding
     if inside is not None:
         inside = pad(inside, (0, total_tokens - len(inside)))
-    return layout.replace(total_tokens=total_tokens, has_padding=True, padding=inside)
+    if not torch.compiler.is_compiling():
+        return layout.replace(total_tokens=total_tokens, has_padding=True, padding=inside)
+    return PackedLayout(  # a field that is read, such as num_docs, would be guarded
+        layout.cu_seqlens,
+        cu_seqlens_host=None,
+        total_tokens=total_tokens,
+        max_seqlen_bound=layout.max_seqlen_bound,
+        num_docs=None,
+        max_seqlen=None,
+        padding=inside,
+        has_padding=True,
+        segments=layout.segments,
+    )
 
 
 def check_row_size(given: Given, layout: PackedLayout, several: bool) -> None:

@@ -123,18 +123,10 @@ class _Batch(NamedTuple):
         return {"input_ids": padded[None], "packed_layout": layout}
 
 
-def compare_bits(run: IsolationRun, *, require_gradients: bool = False) -> str:
-    """Run a batch's documents in other rows, and compare their outputs bit by bit.
-
-    Args:
-        run: of a patched model; with `gradients`, those of the inputs are compared too.
-        require_gradients: raise if they differ.
-
-    Returns:
-        What kept its bits: "outputs", or "outputs and input gradients".
+def patch_of(run: IsolationRun) -> Patch:
+    """The patch of a model whose documents can be rearranged.
 
     Raises:
-        SameBitsError: a document's outputs, or gradients that must not, have other bits.
         ValueError: the model is not patched, or the batch holds more than text and boundaries.
     """
     patch: Patch | None = run.inner.__dict__.get(ATTRIBUTE)
@@ -153,6 +145,24 @@ def compare_bits(run: IsolationRun, *, require_gradients: bool = False) -> str:
             "same_bits=True rearranges documents of text, got a batch that also has "
             f"{', '.join(others)}; remove them."
         )
+    return patch
+
+
+def compare_bits(run: IsolationRun, *, require_gradients: bool = False) -> str:
+    """Run a batch's documents in other rows, and compare their outputs bit by bit.
+
+    Args:
+        run: of a patched model; with `gradients`, those of the inputs are compared too.
+        require_gradients: raise if they differ.
+
+    Returns:
+        What kept its bits: "outputs", or "outputs and input gradients".
+
+    Raises:
+        SameBitsError: a document's outputs, or gradients that must not, have other bits.
+        ValueError: as `patch_of`.
+    """
+    patch = patch_of(run)
     batch, keep = _Batch.of(run), run.gradients
     inputs = {k: x for k, x in run.inputs.items() if k not in _FOLLOW_THE_DOCUMENTS}
     first = Row("as it is", tuple(range(len(batch.documents))))

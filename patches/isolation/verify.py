@@ -24,7 +24,7 @@ from flexvarlen.patches.isolation.blame import Blame, layers_of
 from flexvarlen.patches.isolation.documents import why_not_whole
 from flexvarlen.patches.isolation.model_run import IsolationRun, NoGradients, RunResult
 from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
-from flexvarlen.patches.isolation.same_bits import compare_bits
+from flexvarlen.patches.isolation.same_bits import compare_bits, patch_of
 from flexvarlen.patches.isolation.tokens import chosen_documents, halves_of
 from flexvarlen.patches.isolation.trace import Trace, changed_tokens
 
@@ -113,6 +113,8 @@ gradients kept their bits too.
             f"batch must hold at least two documents, got {len(run.units)}; pack several, and mark "
             "where they start (position_ids, packed_layout, ...) or pass layout=."
         )
+    if same_bits:
+        patch_of(run)
     chosen = chosen_documents(documents, len(run.units), seed)
     with run.as_before():
         report = _Search(run, chosen, gradients).report()
