@@ -89,9 +89,9 @@ def patch_model(
             only those of Qwen-VL models; others raise an error.
         sequence_parallel_group: ranks that share each row. They call the model together, each with
             the result of `shard_row(batch, group, **shard_options(model))`.
-        same_bits: the number of tokens of every row: shorter rows, unpadded ones and the inputs of a
-            language model's head are padded to it, so that a document's outputs have the same bits
-            whatever its neighbours and its offset are. (Samples that share a prefix are one
+        same_bits: the number of tokens of every row: shorter rows, unpadded ones and the inputs of
+            a language model's head are padded to it, so that a document's outputs have the same
+            bits whatever its neighbours and its offset are. (Samples that share a prefix are one
             document.) Checked at once, on the model's device and in its dtype, or autocast's, with
             the logits of two rows in memory. True is for `patch_trainer`. Forwards that use a cache
             are left out. See docs/backends.md.

@@ -11,6 +11,7 @@ about three minutes), on a CPU a tiny model in float32 and bfloat16.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from tests.patches.padded_trainers import PLAIN, of_length
 from tests.tiny_models import tokenizer
 
 RECORDS = Path(__file__).with_suffix(".jsonl")
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
 
 BATCHES = (1, 2, 4, 8)
 Record = dict[str, Any]
