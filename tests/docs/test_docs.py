@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState
 
 import flexvarlen as fv
 from flexvarlen import env as switches
+from flexvarlen.attention.backends.registry import NOT_SAME_BITS
 from flexvarlen.bench.report import report
 from flexvarlen.cli import app
 from flexvarlen.patches import IMPLEMENTATIONS
