@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         unpatch_model,
     )
     from flexvarlen.patches.embed import embed
-    from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
+    from flexvarlen.patches.isolation.report import IsolationError, IsolationReport, SameBitsError
     from flexvarlen.patches.isolation.verify import verify_isolation
     from flexvarlen.patches.lm_head import lm_head
     from flexvarlen.patches.row_cost import row_cost
@@ -68,6 +68,7 @@ __all__ = [
     "PackedDataset",
     "PackedLayout",
     "RowCost",
+    "SameBitsError",
     "SharedPrefixes",
     "StreamPacker",
     "TreeCollator",
@@ -133,7 +134,7 @@ _HOMES = {
     "packing.tree_collator": ("TreeCollator",),
     "parallel.shard": ("shard_batch", "shard_row"),
     "patches.embed": ("embed",),
-    "patches.isolation.report": ("IsolationError", "IsolationReport"),
+    "patches.isolation.report": ("IsolationError", "IsolationReport", "SameBitsError"),
     "patches.isolation.verify": ("verify_isolation",),
     "patches.lm_head": ("lm_head",),
     "patches.row_cost": ("row_cost",),

@@ -16,6 +16,7 @@ from flexvarlen.layout.arguments import checked_sizes
 from flexvarlen.patches.adapters import why_not_adapters
 from flexvarlen.patches.apply import apply_patch, make_patch, undo_patch
 from flexvarlen.patches.forward.padding import check_unpad
+from flexvarlen.patches.forward.row_size import check_same_bits
 from flexvarlen.patches.forward.wrapper import is_wrapped
 from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.names import check_names
@@ -28,7 +29,7 @@ from flexvarlen.patches.state import (
     one_at_a_time,
     wrapped_modules,
 )
-from flexvarlen.patches.verification import Verification, refuse_unloaded
+from flexvarlen.patches.verification import checks_of, refuse_unloaded
 from flexvarlen.patches.why_not import why_not, why_not_class
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def patch_model(
     unpad_to_multiple_of: int | None = None,
     share_prefixes: bool = False,
     sequence_parallel_group: ProcessGroup | None = None,
+    same_bits: int | bool | None = None,
     verify: bool = False,
 ) -> Model:
     """Make a transformers model run on packed batches, where no document attends to another.
@@ -87,6 +89,12 @@ def patch_model(
             only those of Qwen-VL models; others raise an error.
         sequence_parallel_group: ranks that share each row. They call the model together, each with
             the result of `shard_row(batch, group, **shard_options(model))`.
+        same_bits: the number of tokens of every row: shorter rows, unpadded ones and the inputs of
+            a language model's head are padded to it, so that a document's outputs have the same
+            bits whatever its neighbours and its offset are. (Samples that share a prefix are one
+            document.) Checked at once, on the model's device and in its dtype, or autocast's, with
+            the logits of two rows in memory. True is for `patch_trainer`. Forwards that use a cache
+            are left out. See docs/backends.md.
         verify: check the patched model on a small random batch, as `verify_isolation` does; a kind
             of model that has passed is not checked again in the same process.
 
@@ -95,6 +103,7 @@ def patch_model(
 
     Raises:
         IsolationError: with `verify`, a document reaches another.
+        SameBitsError: with `same_bits`, a document's outputs have other bits in another row.
         ValueError: no transformers model is inside, or an argument does not fit it.
         NotImplementedError: the model, or a setting for this model, is not supported; the message
             says why, and what to do. After any error the model is unchanged.
@@ -119,29 +128,33 @@ def patch_model(
         unpad_to_multiple_of=unpad_to_multiple_of,
         share_prefixes=share_prefixes,
         sequence_parallel_group=sequence_parallel_group,
+        same_bits=check_same_bits(same_bits, unpad_to_multiple_of),
         verify=verify,
     )
     why = why_not_class(type(inner), inner.config, settings)
     if why is not None:
         raise NotImplementedError(why)
     check_names(inner)
-    if verify:
-        refuse_unloaded(inner)
+    if verify or settings.same_bits is not None:
+        refuse_unloaded(inner, gradients=verify)
     parts = ModelParts.of(inner)
     why = why_not(parts, settings)
     if why is not None:
         raise NotImplementedError(why)
-    patch = make_patch(inner, parts, settings)
-    verification = Verification(inner, patch) if verify else None
-    if verification is None or verification.has_passed:
+    patch, existing = make_patch(inner, parts, settings), current_patch(model)
+    changes_steps = existing is not None and (existing.same_bits is None) != (not same_bits)
+    checks = [check for check in checks_of(inner, patch) if not check.has_passed]
+    if not checks and not changes_steps:
         apply_patch(inner, patch)
         return model
     with ExitStack() as undo:
-        undo.callback(restore, model, current_patch(model))
+        undo.callback(restore, model, existing)
         unpatch_model(model)
-        verification.before_patch()
+        for check in checks:
+            check.before_patch()
         apply_patch(inner, patch)
-        verification.after_patch()
+        for check in checks:
+            check.after_patch()
         undo.pop_all()
     return model
 
@@ -200,6 +213,7 @@ def patched(
     unpad_to_multiple_of: int | None = None,
     share_prefixes: bool = False,
     sequence_parallel_group: ProcessGroup | None = None,
+    same_bits: int | bool | None = None,
     verify: bool = False,
 ) -> Iterator[Model]:
     """Patch a model for the duration of a `with` block, which then restores what it was before.
@@ -218,6 +232,7 @@ def patched(
         unpad_to_multiple_of=unpad_to_multiple_of,
         share_prefixes=share_prefixes,
         sequence_parallel_group=sequence_parallel_group,
+        same_bits=same_bits,
         verify=verify,
     )
     try:

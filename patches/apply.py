@@ -6,7 +6,12 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from flexvarlen.patches.attention.backend_choice import check_machine, checked_choice, names_in
+from flexvarlen.patches.attention.backend_choice import (
+    check_machine,
+    checked_choice,
+    names_in,
+    same_bits_choice,
+)
 from flexvarlen.patches.forward.choices import CHOICES_STEPS
 from flexvarlen.patches.forward.guards import guard_trainer_and_peft
 from flexvarlen.patches.forward.head_checks import (
@@ -21,12 +26,21 @@ from flexvarlen.patches.forward.head_checks import (
 )
 from flexvarlen.patches.forward.recurrent_layers import patch_recurrent, unpatch_recurrent
 from flexvarlen.patches.forward.replay import patch_routers, unpatch_routers
+from flexvarlen.patches.forward.row_size import (
+    call_with_whole_chunks,
+    fix_head_size,
+    free_head_size,
+)
 from flexvarlen.patches.forward.sequence_parallel import check_group
 from flexvarlen.patches.forward.stages import choose_stages
 from flexvarlen.patches.forward.steps import STEPS
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
 from flexvarlen.patches.forward.wrapper import unwrap_forward, wrap_forward
-from flexvarlen.patches.models.layers import attention_layers, recurrent_layers
+from flexvarlen.patches.models.layers import (
+    attention_layers,
+    dtype_of_forward,
+    recurrent_layers,
+)
 from flexvarlen.patches.models.rope import patch_rotary, unpatch_rotary
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.state import (
@@ -55,6 +69,15 @@ def make_patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) ->
         check_group(settings.sequence_parallel_group)
     every = (*parts.kinds, *parts.vision_kinds)
     backend = checked_choice(settings.backend, every)
+    if settings.same_bits is not None:
+        backend = same_bits_choice(
+            backend,
+            parts.kinds,
+            inner.device,
+            dtype_of_forward(parts.text_tower(inner), inner.device),
+            deterministic=settings.deterministic,
+            batch_invariant=settings.batch_invariant,
+        )
     check_machine(
         backend,
         every,
@@ -72,6 +95,9 @@ def make_patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) ->
         named=named,
         backends=(named,),
         implementation_before=implementation_before(inner),
+        checked_on=None
+        if settings.same_bits is None
+        else (inner.device, dtype_of_forward(parts.text_tower(inner), inner.device)),
     )
 
 
@@ -80,7 +106,10 @@ def apply_patch(inner: PreTrainedModel, patch: Patch) -> None:
     parts = patch.parts
     base, text, vision = parts.base(inner), parts.text_tower(inner), parts.vision_tower(inner)
     set_implementation(inner, patch.named)
-    wrap_forward(inner, CHOICES_STEPS if parts.head.has_choices else STEPS)
+    steps = CHOICES_STEPS if parts.head.has_choices else STEPS
+    if patch.same_bits is not None:
+        steps = steps._replace(call=call_with_whole_chunks)
+    wrap_forward(inner, steps)
     setattr(inner, ATTRIBUTE, patch)
     if base is not inner:
         of_base = parts.of_base()
@@ -97,6 +126,9 @@ def apply_patch(inner: PreTrainedModel, patch: Patch) -> None:
         patch_tower(vision, patch)
     require_patched_heads(inner)
     mark_bare_head(inner, parts)
+    free_head_size(inner)
+    if patch.same_bits is not None and parts.head.labels == "next token":
+        fix_head_size(inner.get_output_embeddings(), patch.same_bits)
     guard_trainer_and_peft()
     patch_rotary(text)
     register_model(inner)
@@ -118,6 +150,7 @@ def undo_patch(inner: PreTrainedModel, patch: Patch) -> None:
         unpatch_routers(text)
     unwrap_loss(inner)
     unmark_bare_head(inner)
+    free_head_size(inner)
     unpatch_rotary(text)
     unregister_model(inner, patch)
     if vision is not None and ATTRIBUTE in vision.__dict__:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -79,6 +80,7 @@ class Settings:
     share_prefixes: bool
     sequence_parallel_group: ProcessGroup | None
     verify: bool
+    same_bits: int | None
 
     def arguments(self) -> dict[str, Any]:
         """The arguments by name."""
@@ -133,6 +135,7 @@ class Patch(Settings):
         named: the backend whose attn_implementation it set.
         backends: backends that its config may name: of all patched models that share the config.
         implementation_before: the attn_implementation to restore, by tower if it has any.
+        checked_on: the device and dtype for which `same_bits` was checked.
     """
 
     parts: ModelParts
@@ -141,6 +144,7 @@ class Patch(Settings):
     named: str
     backends: tuple[str, ...]
     implementation_before: str | dict[str, str]
+    checked_on: tuple[torch.device, torch.dtype] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         return self  # immutable, and a process group cannot be copied

@@ -33,6 +33,7 @@ def patch_trainer(
     unpad_to_multiple_of: int | None = None,
     share_prefixes: bool = False,
     tokens_per_part: int | None = None,
+    same_bits: int | bool | None = None,
     verify: bool = False,
     context_parallel: int | None = None,
 ) -> T:
@@ -60,6 +61,10 @@ def patch_trainer(
     GRPOTrainer replays the experts of an inference engine if its `rollout_func` returns them as
     `routed_experts`: a list with what `engine_routes` returns for each completion with its prompt.
 
+    With `same_bits`, log-probabilities of a sample have the same bits in a micro-batch of 1 as of
+    8: every row, and every tile of TRL's fused head, has one size. Positions are then counted from
+    each sample's first token, also if it is padded on the left.
+
     Works with transformers' Trainer in any padded task, and with the trainers of TRL 1.16 in the
     table of docs/preference.md. AsyncGRPOTrainer has its own prefix trees, which raise an error in
     the first forward of a patched model. `fv.unpatch_model(trainer.model)` restores a model.
@@ -72,6 +77,10 @@ def patch_trainer(
     Args:
         trainer: a trainer whose `train()` has not been called.
         backend, unpad_to_multiple_of, share_prefixes, verify: as in `patch_model`.
+        same_bits: the number of tokens of every row, as in `patch_model`. True: `total_tokens` of a
+            `PackedCollator`, or the larger batch size times `max_length` of the arguments (GRPO and
+            RLOO: `vllm_max_model_length`), twice that for the pairs of DPO. Reward
+            models, which score documents, keep rows of their own size.
         tokens_per_part: tokens of a part at most, at least 1; None: a tree for each micro-batch.
         context_parallel: number of processes that share a row, a divisor of their total number.
 
@@ -82,7 +91,10 @@ def patch_trainer(
         ValueError: the trainer is not a Trainer, or has `model_init`; with `share_prefixes`,
             batches of shuffled completions cannot contain two of each prompt; with
             `tokens_per_part`, another trainer, or `share_prefixes=False`; with `context_parallel`,
-            the trainer makes padded batches, or a setting needs whole rows.
+            the trainer makes padded batches, or a setting needs whole rows; with `same_bits`, no
+            size is known.
+        SameBitsError: with `same_bits`, a model's outputs for a document have other bits in another
+            row. All models are then unchanged.
         NotImplementedError: a model cannot be patched (see `patch_model`), or a setting cannot be
             combined with `tokens_per_part`. All models are then unchanged.
 
@@ -105,10 +117,17 @@ def patch_trainer(
             "tokens_per_part must be used with share_prefixes=True, got share_prefixes=False; pass "
             "both."
         )
+    if same_bits and (tokens_per_part is not None or context_parallel is not None):
+        raise ValueError(
+            "same_bits, which is for whole rows, cannot be combined with tokens_per_part or "
+            "context_parallel; remove it."
+        )
     if context_parallel is None:
         one_tree = None if tokens_per_part is None else step_trees(trainer, tokens_per_part)
         block_size = _completions_of_block(trainer, one_tree is not None) if share_prefixes else 1
-        _unpad_models(trainer, backend, unpad_to_multiple_of, share_prefixes, verify)
+        size = row_size_of(trainer) if same_bits is True else same_bits
+        options = {"unpad_to_multiple_of": unpad_to_multiple_of, "same_bits": size}
+        _unpad_models(trainer, backend, share_prefixes, options | {"verify": verify})
         if replays_rollout(trainer):
             replay_rollouts(trainer)
         if block_size > 1:
@@ -127,25 +146,62 @@ def patch_trainer(
 
 
 def _unpad_models(
-    trainer: Any,
-    backend: BackendChoice,
-    unpad_to_multiple_of: int | None,
-    share_prefixes: bool,
-    verify: bool,
+    trainer: Any, backend: BackendChoice, share_prefixes: bool, options: dict[str, Any]
 ) -> None:
-    """Patch all models of a trainer with `unpad`, or none."""
+    """Patch all models of a trainer with `unpad`, or none.
+
+    Args:
+        options: other arguments of `patch_model`.
+    """
     with ExitStack() as undo:
+        if options["same_bits"]:
+            undo.enter_context(trainer.accelerator.autocast())
         for model in _models(trainer):
             undo.callback(restore, model, current_patch(model))
             patch_model(
                 model,
                 backend,
                 unpad=True,
-                unpad_to_multiple_of=unpad_to_multiple_of,
                 share_prefixes=share_prefixes and (model is trainer.model or _can_share(model)),
-                verify=verify,
+                **options | ({} if model is trainer.model or _has_tokens(model) else _ANY_SIZE),
             )
         undo.pop_all()
+
+
+_ANY_SIZE = {"same_bits": None}
+
+
+def _has_tokens(model: nn.Module) -> bool:
+    """Whether a model has outputs for each token, and no score of a document."""
+    return not ModelParts.of(transformers_model(model)).head.pools
+
+
+_PAIRS = ("DPOTrainer",)
+"""Trainers of which an example is two rows."""
+
+
+def row_size_of(trainer: Any) -> int:
+    """The tokens of the largest row of a trainer's batches, by its collator or its arguments.
+
+    Raises:
+        ValueError: neither limits the tokens.
+    """
+    collator, args = trainer.data_collator, trainer.args
+    total: int | None = getattr(collator, "total_tokens", None)
+    if total is not None:
+        return total
+    names = ("max_length", "vllm_max_model_length")
+    longest = next((x for name in names if (x := getattr(args, name, None)) is not None), None)
+    if longest is None:
+        raise ValueError(
+            "same_bits=True needs a trainer that limits the tokens of a row by max_length (GRPO, "
+            "RLOO: vllm_max_model_length) or by a PackedCollator's total_tokens, got "
+            f"{type(trainer).__name__} without; pass the number of tokens, the batch size of a "
+            "device times the longest prompt and completion, such as same_bits=16_384."
+        )
+    rows = max(args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    pairs = any(each.__name__ in _PAIRS for each in type(trainer).__mro__)
+    return int(longest * rows * (2 if pairs else 1))
 
 
 def _models(trainer: Any) -> list[nn.Module]:

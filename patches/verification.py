@@ -19,7 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from flexvarlen._version import __version__
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.isolation.model_run import IsolationRun, device_of_inputs, training_mode
-from flexvarlen.patches.isolation.report import IsolationError
+from flexvarlen.patches.isolation.report import IsolationError, SameBitsError
+from flexvarlen.patches.isolation.same_bits import compare_bits
 from flexvarlen.patches.isolation.tokens import special_tokens
 from flexvarlen.patches.isolation.verify import verify_isolation
 from flexvarlen.patches.models.layers import attention_layers, text_config_of
@@ -34,8 +35,11 @@ _DOCUMENT_ALONE = "use the model's own attention, one document per row."
 _passed: set[tuple[object, ...]] = set()  # by `_key`, in this process
 
 
-def refuse_unloaded(inner: PreTrainedModel) -> None:
-    """Refuse a model that `patch_model(verify=True)` cannot run, whatever its kind.
+def refuse_unloaded(inner: PreTrainedModel, *, gradients: bool) -> None:
+    """Refuse a model that the checks of `patch_model` cannot run, whatever its kind.
+
+    Args:
+        gradients: whether the check has a backward.
 
     Raises:
         NotImplementedError: it is on the meta device, or quantized so that it cannot be
@@ -44,10 +48,10 @@ def refuse_unloaded(inner: PreTrainedModel) -> None:
     quantizer: Any = getattr(inner, "hf_quantizer", None)
     if device_of_inputs(inner).type == "meta":
         raise NotImplementedError(
-            "verify=True runs the model, so its weights must not be on the meta device; load them "
-            "before patch_model."
+            "verify=True and same_bits run the model, so its weights must not be on the meta "
+            "device; load them before patch_model."
         )
-    if quantizer is not None and not quantizer.is_trainable:
+    if gradients and quantizer is not None and not quantizer.is_trainable:
         raise NotImplementedError(
             "verify=True checks gradients, so weights must be differentiable, got "
             f"{type(quantizer).__name__}; verify the model before it is quantized."
@@ -171,6 +175,48 @@ class Verification:
             )
 
 
+class SizeCheck:
+    """The check of `same_bits`, of one model that is about to be patched with it."""
+
+    def __init__(self, inner: PreTrainedModel, patch: Patch) -> None:
+        self.inner, self.tokens = inner, patch.same_bits or 0
+        self.positions = _positions(patch.parts)
+        kernels = (torch.get_num_threads(), torch.get_float32_matmul_precision())
+        self.key = (*_key(inner, patch), patch.same_bits, patch.checked_on, *kernels)
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether a model of this kind has been checked in this process."""
+        return self.key in _passed
+
+    def before_patch(self) -> None:
+        """Nothing is compared with the model as it was."""
+
+    def after_patch(self) -> None:
+        """Run the patched model on rows that hold the same documents in other ways.
+
+        Raises:
+            SameBitsError: a document's outputs have other bits.
+            NotImplementedError: the model does not run.
+        """
+        lengths = _lengths_that_fill(self.tokens, self.positions)
+        ids = _random_tokens(self.inner, sum(lengths))
+        batch = {"input_ids": ids, "packed_layout": PackedLayout.from_lengths(lengths)}
+        runs = _must_run(self.inner, "on packed documents", _RAW_ERRORS)
+        with runs, training_mode(self.inner):
+            self.inner.eval()
+            run = IsolationRun(self.inner, batch, layout=None, seed=_SEED)
+            with run.as_before():
+                compare_bits(run)
+        _passed.add(self.key)
+
+
+def checks_of(inner: PreTrainedModel, patch: Patch) -> list[Verification | SizeCheck]:
+    """What `patch_model` checks of a model, as its arguments ask for."""
+    checks: list[Verification | SizeCheck] = [Verification(inner, patch)] if patch.verify else []
+    return checks if patch.same_bits is None else [*checks, SizeCheck(inner, patch)]
+
+
 def _key(inner: PreTrainedModel, patch: Patch) -> tuple[object, ...]:
     """Everything that determines what layers do, except a `forward` replaced on an instance."""
     config = inner.config.to_dict()
@@ -193,9 +239,27 @@ def _key(inner: PreTrainedModel, patch: Patch) -> tuple[object, ...]:
 
 def _lengths_of_documents(parts: ModelParts) -> list[int]:
     """Tokens of each document; differences beyond them are not detected."""
-    declared = getattr(parts.config, "max_position_embeddings", None)
-    positions = parts.max_positions or declared or max(_LENGTHS)
+    positions = _positions(parts)
     return [min(length, positions) for length in _LENGTHS]
+
+
+def _lengths_that_fill(tokens: int, positions: int) -> list[int]:
+    """Lengths of documents that fill a row, as kernels may treat its last tokens otherwise.
+
+    >>> _lengths_that_fill(512, 4096), _lengths_that_fill(64, 16)
+    ([170, 128, 56, 32, 126], [16, 16, 7, 4, 16, 5])
+    """
+    parts = (1 / 3, 1 / 4, 1 / 9, 1 / 16)
+    lengths = [min(int(tokens * part), positions) for part in parts]
+    while sum(lengths) < tokens:
+        lengths.append(min(tokens - sum(lengths), positions))
+    return [length for length in lengths if length > 0]
+
+
+def _positions(parts: ModelParts) -> int:
+    """The most tokens of a document."""
+    declared = getattr(parts.config, "max_position_embeddings", None)
+    return int(parts.max_positions or declared or max(_LENGTHS))
 
 
 def _random_tokens(inner: PreTrainedModel, count: int) -> Tensor:
@@ -229,7 +293,7 @@ def _must_run(
             "a model must pass **kwargs, which carry the documents, through its base model to each "
             f"attention layer, got {name}, which does not; {_DOCUMENT_ALONE}"
         ) from error
-    except (IsolationError, NotImplementedError, torch.OutOfMemoryError):
+    except (IsolationError, SameBitsError, NotImplementedError, torch.OutOfMemoryError):
         raise
     except errors as error:
         raise NotImplementedError(

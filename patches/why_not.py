@@ -212,6 +212,23 @@ def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
     )
 
 
+def same_bits(parts: ModelParts, settings: Settings) -> str | None:
+    """Rows of one size, where more than the size of rows decides which kernels run."""
+    if settings.same_bits is None:
+        return None
+    what = None
+    if parts.head.labels not in ("", "next token"):
+        what = f"{parts.model_class.__name__}, whose head is no language model's"
+    elif parts.text_name:
+        what = f"{parts.model_config.model_type!r}, whose images have sizes of their own"
+    elif settings.sequence_parallel_group is not None:
+        what = "a sequence_parallel_group, whose ranks hold pieces of documents"
+    return what and (
+        "same_bits is for whole rows of a causal language model, or a base model, of text, got "
+        f"{what}; remove same_bits."
+    )
+
+
 # ---- unsupported layers ----
 
 
@@ -306,6 +323,7 @@ WHY_NOT = (
     unknown_layers,
     recurrent_layers,
     sequence_parallel,
+    same_bits,
     windows_both_ways,
     dynamic_rope,
 )

@@ -12,6 +12,8 @@ import torch
 
 from flexvarlen.attention.backends.registry import (
     BACKENDS,
+    NOT_SAME_BITS,
+    SAME_BITS,
     get_backend,
     named_refusal,
     our_name,
@@ -69,6 +71,54 @@ def chosen_for(choice: BackendChoice, layer_type: str) -> str:
             f"and a layer of type {layer_type!r}; call patch_model again with this type as a key."
         )
     return choice[layer_type]
+
+
+def same_bits_choice(
+    choice: BackendChoice,
+    kinds: tuple[LayerKind, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    deterministic: bool,
+    batch_invariant: bool,
+) -> BackendChoice:
+    """The choice with `same_bits`; "auto" is the first of `SAME_BITS` that serves all its layers.
+
+    Raises:
+        NotImplementedError: a backend gives a document other bits at another offset, or none of
+            `SAME_BITS` can serve the layers of "auto".
+    """
+    wrong = next((name for name in names_in(choice) if name in NOT_SAME_BITS), None)
+    if wrong is not None:
+        raise NotImplementedError(
+            "same_bits needs a backend that gives a document the same bits at every offset, "
+            f"{', '.join(SAME_BITS)}, got {wrong!r}: {NOT_SAME_BITS[wrong]}; name one of them, or "
+            "remove same_bits."
+        )
+    calls = [
+        kind.call(
+            device,
+            dtype,
+            needs_grad=True,
+            deterministic=deterministic,
+            batch_invariant=batch_invariant,
+        )
+        for kind in kinds
+        if chosen_for(choice, kind.layer_type) == "auto"
+    ]
+    if not calls:
+        return choice
+    serve = (name for name in SAME_BITS if all(refusal(name, call) is None for call in calls))
+    auto = next(serve, None)
+    if auto is None:
+        raise NotImplementedError(
+            "same_bits needs a backend that gives a document the same bits at every offset, got "
+            f"'auto' and a model on {device} in {dtype} that none of {', '.join(SAME_BITS)} can "
+            "serve; name one of them to see why, or remove same_bits."
+        )
+    if isinstance(choice, str):
+        return auto
+    return {kind: auto if name == "auto" else name for kind, name in choice.items()}
 
 
 def names_in(choice: BackendChoice) -> list[str]:

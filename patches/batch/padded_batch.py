@@ -21,7 +21,9 @@ from flexvarlen.patches.batch.delivery import Delivery
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
-    """A padded batch of B rows, each holding one document, and the packed row of its real tokens.
+    """A batch of B rows, and the packed row of T tokens that the model runs instead.
+
+    Of a padded batch, in which each row holds one document, the packed row has the real tokens.
 
     Attributes:
         layout: the documents of the packed row; document i is row i, unless they are trees.
@@ -30,6 +32,7 @@ class PaddedBatch:
         has_empty_row: whether any row is padding alone.
         images: the columns of images of the packed row, if they are not those of the batch.
         delivery: shared with the head, if it has something to say.
+        several: whether a row of the batch may hold several documents.
     """
 
     layout: PackedLayout
@@ -38,6 +41,7 @@ class PaddedBatch:
     has_empty_row: bool = False
     images: Mapping[str, Tensor] = field(default_factory=dict)
     delivery: Delivery | None = None
+    several: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def make_row(given: Given) -> PackedRow:
         targets = weighted_targets(given, targets, user_loss(given.module))
     find_pooled, find_runs, find_routes = stages.pooled_tokens, stages.image_runs, stages.routes
     row_tokens = None if given.is_explicit else given.shape[1]
-    if padded is not None and given.patch.unpad:
+    if padded is not None and given.patch.unpad and not padded.several:
         row_tokens = padded.shape[1]
     return PackedRow(
         layout=layout,

@@ -53,7 +53,7 @@ def unpad_batch(given: Given) -> Given:
 def unpad_below_head(given: Given) -> Given | Inputs:
     """The arguments of a head whose base model runs its padded batch as a packed row."""
     padded = _find_padded_batch(given)
-    return given if padded is None else _for_head(given, padded)
+    return given if padded is None else for_head(given, padded)
 
 
 def run_packed(given: Given, padded: PaddedBatch) -> Given:
@@ -65,11 +65,14 @@ def run_packed(given: Given, padded: PaddedBatch) -> Given:
     """
     require_dict(given)
     inputs = given.inputs
-    if given.patch.share_prefixes:
+    if given.patch.share_prefixes and not padded.several:
         if given.parts.vision_name and has_images(inputs):
             inputs = inputs | {"position_ids": padded_positions(given, padded)}
         padded = share_prefixes_of_rows(padded, inputs, multiple_of=_multiple_of(given))
     row, tokens = padded.inputs_of_row(inputs), padded.tokens.enter(given.tokens)
+    if given.patch.same_bits is not None and row.get("position_ids") is None:
+        # Not offsets in the padded rows, with which a document's bits depend on its padding.
+        row["position_ids"] = padded.layout.position_ids()[None]
     return read_arguments(given.module, given.patch, row, tokens, padded)
 
 
@@ -113,12 +116,15 @@ def _find_padded_batch(given: Given) -> PaddedBatch | None:
 
 def _multiple_of(given: Given) -> int:
     """What the tokens of a padded batch's packed row are rounded up to a multiple of."""
+    if given.patch.same_bits is not None:  # `fill_row` refuses longer rows
+        return given.patch.same_bits
     if given.patch.unpad_to_multiple_of is not None:
         return given.patch.unpad_to_multiple_of
     return COMPILED_MULTIPLE if runs_compiled(given.parts.text_tower(given.module)) else 1
 
 
-def _for_head(given: Given, padded: PaddedBatch) -> Inputs:
+def for_head(given: Given, padded: PaddedBatch) -> Inputs:
+    """The arguments of a head whose base model runs its batch as this packed row."""
     head, inputs = given.parts.head, given.inputs
     if head.labels == "next token":
         inputs = inputs | next_token_labels(given, padded.unpredicted_tokens(), several=True)

@@ -36,6 +36,7 @@ from flexvarlen.patches.forward.router import (
     weigh_tokens,
     weigh_tokens_or_defer,
 )
+from flexvarlen.patches.forward.row_size import check_row_size, fill_row, fill_row_below_head
 from flexvarlen.patches.forward.sequence_parallel import check_shard
 from flexvarlen.patches.forward.under_head import (
     context_from_mask,
@@ -67,7 +68,8 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
     shares_router_loss = has_router and (over_ranks or replays)
     weigh = weigh_tokens_or_defer if replays else weigh_tokens
     unpad = unpad_below_head_that_replays if replays else unpad_below_head
-    pads = settings.unpad or below.labels == "document"
+    fixed_size = settings.same_bits is not None
+    pads = settings.unpad or below.labels == "document" or fixed_size
     may_pool = is_base and not parts.causal
     return Stages(
         arguments=_those(
@@ -84,9 +86,12 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
             (below != NO_HEAD, documents_of_head),
             (is_base and below == NO_HEAD and settings.unpad, unpad_batch),
             (not is_base and settings.unpad, unpad),
+            (is_base and fixed_size, fill_row),
+            (not is_base and fixed_size, fill_row_below_head),
             (of_documents, rows_of_documents),
         ),
         checks=_those(
+            (fixed_size, check_row_size),
             (of_documents, check_document_head),
             (head.labels == "row", check_row_head),
         ),

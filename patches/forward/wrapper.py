@@ -28,6 +28,13 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _OUR_CODE: set[CodeType] = set()  # of the functions that `wrap_forward` makes
 
 
+def call_own(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the instance's `forward`, or the class's current one, which Liger may have replaced."""
+    if own is None:
+        own, args = type(module).forward, (module, *args)
+    return own(*args, **kwargs)
+
+
 class Steps(NamedTuple):
     """What runs around a module's own forward.
 
@@ -37,11 +44,13 @@ class Steps(NamedTuple):
         after: gets the module, its new arguments and its outputs.
         reads: names to add to the signature of the class, whose `forward` must then take
             `**kwargs`.
+        call: calls the module's own forward, as `call_own` does.
     """
 
     before: Callable[[nn.Module, dict[str, Any]], dict[str, Any] | None]
     after: Callable[[nn.Module, dict[str, Any], Any], None] | None = None
     reads: tuple[str, ...] = ()
+    call: Callable[..., Any] = call_own
 
 
 @dataclass(eq=False)
@@ -104,7 +113,7 @@ def wrap_forward(module: nn.Module, steps: Steps) -> None:
     """
     if is_wrapped(module):
         return
-    before, after, reads = steps
+    before, after, reads, call = steps
     of_class = type(module).forward
     signature = inspect.signature(of_class)
     parameters = [x.name for x in signature.parameters.values() if x.kind in _POSITIONAL]
@@ -120,13 +129,13 @@ def wrap_forward(module: nn.Module, steps: Steps) -> None:
         inputs = before(self, dict(named))
         if inputs is not None:
             args, kwargs = (), inputs
-        # Not in `_call`: where a graph breaks, Dynamo would compile that as a frame of its own.
+        # Not in `call`: where a graph breaks, Dynamo would compile that as a frame of its own.
         if torch.compiler.is_compiling():
-            out = _call(self, own, args, kwargs)
+            out = call(self, own, args, kwargs)
         else:
             _calls.open.append((self, kwargs))
             try:
-                out = _call(self, own, args, kwargs)
+                out = call(self, own, args, kwargs)
             finally:
                 _calls.open.pop()
         if inputs is not None and after is not None:
@@ -151,13 +160,6 @@ def wrap_forward(module: nn.Module, steps: Steps) -> None:
     vars(forward)["__wrapped__"] = bare
     setattr(module, inner, _InstanceForward.of(module))
     module.forward = MethodType(forward, module)
-
-
-def _call(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the instance's `forward`, or the class's current one, which Liger may have replaced."""
-    if own is None:
-        own, args = type(module).forward, (module, *args)
-    return own(*args, **kwargs)
 
 
 def _with_keywords(signature: inspect.Signature, names: tuple[str, ...]) -> inspect.Signature:
@@ -190,7 +192,7 @@ def is_wrapped(module: nn.Module) -> bool:
 
     False after unpickling, or if another `forward` was set without functools.wraps.
     """
-    return any(hasattr(forward, WRAPPER_MARK) for forward in _with_wrapped(module.forward))
+    return any(hasattr(forward, WRAPPER_MARK) for forward in of_wrappers(module.forward))
 
 
 def has_fused_head_of_trl(module: nn.Module) -> bool:
@@ -199,11 +201,21 @@ def has_fused_head_of_trl(module: nn.Module) -> bool:
     It calls the `forward` that it replaced, or the base model, with labels from TRL's collators,
     which mask them at document boundaries.
     """
-    keywords = (getattr(x, "__kwdefaults__", None) for x in _with_wrapped(module.forward))
-    return any("fused_lm_head" in (names or {}) for names in keywords)
+    return any(map(_is_fused_head, of_wrappers(module.forward)))
 
 
-def _with_wrapped(forward: Any) -> Iterator[Any]:
+def scores_itself(module: nn.Module) -> bool:
+    """Whether that function is outside ours, which then is not called for its scores."""
+    functions = of_wrappers(module.forward)
+    first = next((x for x in functions if _is_fused_head(x) or hasattr(x, WRAPPER_MARK)), None)
+    return _is_fused_head(first)
+
+
+def _is_fused_head(function: Any) -> bool:
+    return "fused_lm_head" in (getattr(function, "__kwdefaults__", None) or {})
+
+
+def of_wrappers(forward: Any) -> Iterator[Any]:
     """A function, and those that it wraps, from the outside in."""
     while forward is not None:
         yield forward

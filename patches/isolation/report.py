@@ -72,6 +72,23 @@ class IsolationError(RuntimeError):
         return {"message": str(self), **vars(self)}
 
 
+class SameBitsError(RuntimeError):
+    """A document's outputs have other bits in another row with as many tokens.
+
+    Attributes:
+        document: by index in the batch, from 0; in trees, the tree.
+        row: what differs between the two rows.
+        change: the largest absolute change of its outputs, or of its input gradients.
+        gradients: whether it was the gradients, while the outputs kept their bits.
+    """
+
+    def __init__(
+        self, message: str, *, document: int, row: str, change: float, gradients: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.document, self.row, self.change, self.gradients = document, row, change, gradients
+
+
 @dataclass(frozen=True)
 class IsolationReport:
     """What was tested, if nothing leaked.
@@ -88,6 +105,8 @@ class IsolationReport:
         why_no_gradients: why `gradients` is None, unless the caller declined them.
         training: whether the model was in training mode.
         unit: what was replaced, documents or segments of trees.
+        same_bits: with `same_bits=True`, what kept its bits in other rows of the same size:
+            "outputs", or "outputs and input gradients"; else None.
     """
 
     documents: tuple[int, ...]
@@ -98,6 +117,7 @@ class IsolationReport:
     why_no_gradients: str | None
     training: bool
     unit: Literal["document", "segment"] = "document"
+    same_bits: str | None = None
 
     def __str__(self) -> str:
         return self.sentence()
@@ -116,6 +136,10 @@ class IsolationReport:
         return (
             f"No bit of {whose} {self.unit}s reached {others} in {self.layers} layers and the "
             f"outputs ({self.forwards} forwards, {mode} mode); {how}."
+            + (
+                f" In other rows of the same size, {self.same_bits} kept their bits."
+                * bool(self.same_bits)
+            )
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ segment's gradient, gradients below the roots are compared with a separate run w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from flexvarlen.patches.isolation.blame import Blame, layers_of
 from flexvarlen.patches.isolation.documents import why_not_whole
 from flexvarlen.patches.isolation.model_run import IsolationRun, NoGradients, RunResult
 from flexvarlen.patches.isolation.report import IsolationError, IsolationReport
+from flexvarlen.patches.isolation.same_bits import compare_bits, patch_of
 from flexvarlen.patches.isolation.tokens import chosen_documents, halves_of
 from flexvarlen.patches.isolation.trace import Trace, changed_tokens
 
@@ -38,6 +40,7 @@ def verify_isolation(
     documents: int | Sequence[int] | None = None,
     layout: PackedLayout | None = None,
     seed: int = 0,
+    same_bits: bool = False,
 ) -> IsolationReport:
     """Raise if the model, called with this batch, lets a document see another.
 
@@ -73,11 +76,17 @@ def verify_isolation(
         layout: the documents over all B·S tokens, if the batch does not contain the boundaries (a
             4D mask).
         seed: random seed of the replaced tokens, the choice of documents, and the loss.
+        same_bits: also check that each document's outputs have the same bits in other rows of the
+            same size: in another order, beside other documents, and alone (under `same_bits` of
+            `patch_model`, in a shorter row). The model must be patched; text only. Takes six
+            forwards more, one fewer for a single document. With `gradients=True` input gradients
+            must keep their bits too.
 
     Returns:
         A report of what was tested.
 
     Raises:
+        SameBitsError: with `same_bits`, a document's bits depend on its row.
         IsolationError: a document reaches another; the message names layer, module, documents or
             segments, and the direction.
         NotImplementedError: with `gradients=True`, the model has no gradients; a PEFT adapter's
@@ -104,9 +113,15 @@ gradients kept their bits too.
             f"batch must hold at least two documents, got {len(run.units)}; pack several, and mark "
             "where they start (position_ids, packed_layout, ...) or pass layout=."
         )
+    if same_bits:
+        patch_of(run)
     chosen = chosen_documents(documents, len(run.units), seed)
     with run.as_before():
-        return _Search(run, chosen, gradients).report()
+        report = _Search(run, chosen, gradients).report()
+        if not same_bits:
+            return report
+        kept = compare_bits(run, require_gradients=bool(gradients))
+    return replace(report, same_bits=kept, forwards=run.forwards)
 
 
 class _Search:

@@ -115,6 +115,13 @@ def dtype_of_queries(tower: nn.Module) -> tuple[torch.dtype, bool]:
     return dtype or torch.get_default_dtype(), learns
 
 
+def dtype_of_forward(tower: nn.Module, device: torch.device) -> torch.dtype:
+    """The dtype of a tower's matrix products, under autocast too; a guess, as the one above."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return dtype_of_queries(tower)[0]
+
+
 # ---- kinds of layers ----
 
 

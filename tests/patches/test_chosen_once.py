@@ -24,6 +24,7 @@ OF_CAPABILITIES = (
     "patches/forward/recurrent_layers.py",
     "patches/forward/replay.py",
     "patches/forward/router.py",
+    "patches/forward/row_size.py",
     "patches/forward/sequence_parallel.py",
     "patches/forward/trees.py",
     "patches/forward/under_head.py",
@@ -104,8 +105,9 @@ def test_rows_of_one_document_enter_no_capability(rows):
             "patches/forward/trees.py",
         ),
         (lambda: patched("mixtral"), packed, "patches/forward/router.py"),
+        (lambda: patched(same_bits=64), packed, "patches/forward/row_size.py"),
     ],
-    ids=["unpad", "classifier", "tree", "router"],
+    ids=["unpad", "classifier", "tree", "router", "same_bits"],
 )
 def test_a_capability_is_entered_where_it_is_asked_for(model, batch, file):
     """Else the trace sees nothing."""

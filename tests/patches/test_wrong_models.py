@@ -149,6 +149,12 @@ CASES = (
         made("llama"),
         OVER_RANKS | {"batch_invariant": True},
     ),
+    Case(
+        why_not.same_bits,
+        "same_bits is for whole rows of a causal language model, or a base model, of text",
+        made("qwen2_vl"),
+        {"same_bits": 64},
+    ),
     Case(why_not.windows_both_ways, "use_bidirectional_attention must not be", window_both_ways),
     Case(
         why_not.dynamic_rope,

@@ -33,6 +33,25 @@ WASTEFUL_ORDER = {"cuda": ("flex", "fa3", "fa2", "varlen", "sdpa")}
 """As `AUTO_ORDER`, if cu_seqlens kernels would be launched for far more tokens than the row has,
 as in a compiled graph for a long row whose documents come from position_ids or document ids."""
 
+_BLOCKS = "its blocks begin at multiples of their size, wherever a document does"
+_NOT_MEASURED = "it was not measured"
+NOT_SAME_BITS = {
+    "reference": "its sums run over the whole row",
+    "flex": _BLOCKS,
+    "flex_fa4": _BLOCKS,
+    "cudnn": _NOT_MEASURED,
+    "nested": _NOT_MEASURED,
+    "fa4": _NOT_MEASURED,
+}
+"""Backends whose results for a document may depend on its offset or neighbours, and why. The others
+attend to each document alone, in an order of sums that its tokens decide."""
+
+SAME_BITS = tuple(
+    dict.fromkeys(
+        name for order in AUTO_ORDER.values() for name in order if name not in NOT_SAME_BITS
+    )
+)
+"""The others, in the order of `AUTO_ORDER`."""
 
 IMPLEMENTATIONS = {
     # transformers refuses names with "sdpa" for models that its own sdpa does not support
