@@ -44,8 +44,9 @@ def causes(records: Sequence[Record]) -> tuple[Record, dict[str, Record]]:
     base = (ours or packed)[0]
     own = {r.case["pass"]: r for r in records if r.case["variant"] == base.case["variant"]}
     others = [r for r in packed if r is not base]
-    found = {f"{r.case['variant']} attention": r for r in others[:1]}
-    found |= {f"{REFERENCE} attention": r for r in others if r.case["variant"] == REFERENCE}
+    nearest = [r for r in others if r.case["variant"] != REFERENCE][:1]
+    exact = [r for r in others if r.case["variant"] == REFERENCE]
+    found = {f"{r.case['variant']} attention": r for r in (*nearest, *exact)}
     names = {"fp32 head": WIDE_HEAD, "each alone": ALONE, "fp32 model": WIDE_MODEL}
     return base, found | {name: own[of] for name, of in names.items() if of in own}
 
@@ -55,7 +56,7 @@ def sentence(records: Sequence[Record]) -> str:
     said = []
     for own in _files(records):
         near, (base, changed) = closest(own), causes(own)
-        m, names = near[0].measures, ", ".join(map(_name, near[:3]))
+        m, names = near[0].measures, "; ".join(map(_name, near[:3]))
         said.append(
             f"{own[0].case['file']}: closest to the engine: {names} (rms of the log-ratio "
             f"{number(_far(near[0]))}, {share(m['outside_0.8_1.2'])} of {m['completion_tokens']:,} "
