@@ -156,7 +156,7 @@ def test_flash_kernels_under_every_kind(kernel, row, kind, monkeypatch):
     ("row", "kind", "scores"),
     [
         ("padding_inside", "prefix_and_window", {"softcap": 3.0, "scale": 1.0}),
-        ("mixed", "cross_causal", {}),
+        pytest.param("mixed", "cross_causal", {}, marks=pytest.mark.slow),
     ],
 )
 def test_flex_on_the_cpu(row, kind, scores):

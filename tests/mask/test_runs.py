@@ -87,7 +87,13 @@ def attend(backend, spec, q, k, v, traced=False):
 
 @pytest.mark.parametrize("spec", SPECS[:2], ids=repr)
 @pytest.mark.parametrize(
-    ("backend", "traced"), [("reference", False), ("sdpa", False), ("sdpa", True), ("flex", False)]
+    ("backend", "traced"),
+    [
+        ("reference", False),
+        ("sdpa", False),
+        ("sdpa", True),
+        pytest.param("flex", False, marks=pytest.mark.slow),  # its block masks are tested above
+    ],
 )
 def test_attention_of_runs(backend, traced, spec):
     """Outputs and gradients; `sdpa` also by its operator for compiled graphs."""

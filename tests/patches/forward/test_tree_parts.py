@@ -399,7 +399,7 @@ def trees():
     ("family", "backend", "compiler"),
     [  # the second compiler decides what the backward computes again
         ("qwen3_windows", "sdpa", "aot_eager"),
-        ("lfm2", "sdpa", "aot_eager_decomp_partition"),
+        pytest.param("lfm2", "sdpa", "aot_eager_decomp_partition", marks=pytest.mark.slow),
         pytest.param("qwen3_windows", "reference", "aot_eager", marks=pytest.mark.slow),
     ],
 )
