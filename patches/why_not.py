@@ -212,6 +212,10 @@ def sequence_parallel(parts: ModelParts, settings: Settings) -> str | None:
     )
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names in configs of the number of experts of a layer."""
+
+
 def same_bits(parts: ModelParts, settings: Settings) -> str | None:
     """Rows of one size, where more than the size of rows decides which kernels run."""
     if settings.same_bits is None:
@@ -221,6 +225,8 @@ def same_bits(parts: ModelParts, settings: Settings) -> str | None:
         what = f"{parts.model_class.__name__}, whose head is no language model's"
     elif parts.text_name:
         what = f"{parts.model_config.model_type!r}, whose images have sizes of their own"
+    elif parts.routers is not None or any(getattr(parts.config, x, None) for x in _EXPERTS):
+        what = f"{parts.model_config.model_type!r}, whose experts get tokens of other documents too"
     elif settings.sequence_parallel_group is not None:
         what = "a sequence_parallel_group, whose ranks hold pieces of documents"
     return what and (

@@ -200,6 +200,11 @@ def sample_routes(name: str, given: Any, num_tokens: int) -> NDArray[np.int16]:
             f"{name} must have a row for each of {num_tokens} tokens, also the last one, got "
             f"{len(found)}; make it with fv.engine_routes."
         )
+    if found.size and not OWN_CHOICE <= found.min() <= found.max() <= _MOST_EXPERTS:
+        raise ValueError(
+            f"{name} must be from -1 to {_MOST_EXPERTS}, got {found.min()} to {found.max()}; make "
+            "it with fv.engine_routes."
+        )
     return found.astype(_DTYPE)
 
 
@@ -235,7 +240,8 @@ def why_not_routes(routes: Any, tokens: tuple[int, ...], layers: int, top_k: int
 
 
 def are_routes(routes: Tensor, num_experts: int) -> Tensor:
-    """bool 0-d: whether all are experts, or -1 at all K of a token's layer. No sync."""
-    own = routes == OWN_CHOICE
-    whole = own.all(-1, keepdim=True) == own.any(-1, keepdim=True)
-    return (whole & (own | ((routes >= 0) & (routes < num_experts)))).all()
+    """bool 0-d: whether all K of a token's layer are different experts, or -1. No sync."""
+    ids = routes.sort(-1).values
+    own = (ids == OWN_CHOICE).all(-1)
+    different = (ids[..., 1:] != ids[..., :-1]).all(-1)
+    return (own | (different & (ids[..., 0] >= 0) & (ids[..., -1] < num_experts))).all()

@@ -119,8 +119,7 @@ def sampled_logits(
         logits_CV = logits_CV.to(dtype) / temperature
     if kept_CK is None:
         return logits_CV
-    tokens, vocabulary = logits_CV.shape
-    column = kept_CK.where(kept_CK >= 0, vocabulary)  # what is no token goes into one more column
-    kept_CV = logits_CV.new_zeros(tokens, vocabulary + 1, dtype=torch.bool).scatter(1, column, True)
-    all_C1 = (kept_CK < 0).all(1, keepdim=True)
-    return logits_CV.masked_fill(~(kept_CV[:, :-1] | all_C1), -torch.inf)
+    largest_C1 = kept_CK.amax(1, keepdim=True)  # in place of what is no token
+    column = kept_CK.where(kept_CK >= 0, largest_C1.clamp(min=0))
+    kept_CV = torch.zeros_like(logits_CV, dtype=torch.bool).scatter(1, column, True)
+    return logits_CV.masked_fill(~(kept_CV | (largest_C1 < 0)), -torch.inf)

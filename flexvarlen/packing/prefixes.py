@@ -201,13 +201,13 @@ class SharedPrefixes:
             )
         return tuple(x_T[path.to(x.device)] for path in self.paths)
 
-    def fold(self, values: Sequence[Tensor], padding: float = 0) -> Tensor:
+    def fold(self, values: Sequence[Tensor], padding: float) -> Tensor:
         """Lay out values of each sample's tokens as a row, as `unfold` splits one.
 
         Args:
             values: for each sample `[L, ...]` on the host, such as of `fv.sampling_masks`; equal
                 where samples share a token, or `padding` in some of them.
-            padding: the value at padding, and of tokens without one.
+            padding: that of tokens without a value, and of the row's padding; NaN is none.
 
         Returns:
             `[1, T, ...]`, on the row's device.

@@ -39,6 +39,8 @@ from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, ROUTES, Patch
 
 _REPLAY = "_flexvarlen_replay"
 """The attribute of a router, and of a layer's attention, that says what is replayed there."""
+_REPLAYED = "_flexvarlen_replayed"
+"""The attribute of a router that says whether its last forward, but not in a backward, replayed."""
 
 
 @dataclass(eq=False)
@@ -95,6 +97,7 @@ def patch_routers(tower: nn.Module, routers: Routers | None) -> None:
 def unpatch_routers(tower: nn.Module) -> None:
     """Undo `patch_routers`."""
     for module in tower.modules():
+        vars(module).pop(_REPLAYED, None)
         if vars(module).pop(_REPLAY, None) is None:
             continue
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -111,6 +114,7 @@ def take_routes(module: nn.Module, patch: Patch, inputs: Inputs) -> None:
 
     Raises:
         NotImplementedError: these routers cannot replay.
+        ValueError: the routes do not fit the tokens or the model.
     """
     routes, routers = inputs.pop(ROUTED_EXPERTS, None), patch.parts.routers
     if routes is None:
@@ -121,6 +125,12 @@ def take_routes(module: nn.Module, patch: Patch, inputs: Inputs) -> None:
             f"{ROUTED_EXPERTS} is not supported with {why}; remove {ROUTED_EXPERTS}, so that the "
             "model chooses its experts itself."
         )
+    ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
+    tokens = embeds if ids is None else ids
+    if tokens is not None:  # else the model's own error follows
+        why = why_not_routes(routes, tokens.shape[:2], len(routers.rules), routers.top_k)
+        if why is not None:
+            raise ValueError(why)
     inputs[ROUTES] = routes
 
 
@@ -151,21 +161,18 @@ def find_routes(given: Given, layout: PackedLayout) -> Tensor | None:
     """The routes of a row, `[T, M, K]`, without those of padding; None if none are given.
 
     Raises:
-        ValueError: they do not fit the tokens or the model, or are no experts. Reads the device
-            once, if there are any; in a compiled graph the device asserts that they are.
+        ValueError: they are no experts, or a token has one twice. Reads the device once, if there
+            are any; in a compiled graph the device asserts that they are.
     """
     routes: Tensor | None = given.inputs.pop(ROUTES, None)
     tower = given.parts.text_tower(given.module)
     if routes is not None:
         routers: Any = given.parts.routers
-        why = why_not_routes(routes, given.shape, len(routers.rules), routers.top_k)
-        if why is not None:
-            raise ValueError(why)
         raise_or_assert(
             are_routes(routes, routers.num_experts),
             f"{ROUTED_EXPERTS} must be from 0 to {routers.num_experts - 1}, or -1 at all "
-            f"{routers.top_k} experts of a token in a layer, for the router's own choice; make it "
-            "with fv.engine_routes.",
+            f"{routers.top_k} experts of a token in a layer, for the router's own choice, and "
+            "different experts of a token; make it with fv.engine_routes.",
         )
         real = layout.real_tokens()[:, None, None]
         routes = routes.flatten(0, 1).masked_fill(~real, OWN_CHOICE)
@@ -213,7 +220,7 @@ def _hand_on(mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
 def _replay(router: nn.Module, args: Any, output: Any) -> Any:
     """The router's logits, and weights and indices of the engine's experts where there are any."""
     own: _OfRouter = vars(router)[_REPLAY]
-    routes = own.of_graph.routes if torch.compiler.is_compiling() else _routes_of_thread()
+    routes = own.of_graph.routes if torch.compiler.is_compiling() else _routes_of(router)
     if routes is None:
         return output
     logits, weights, indices = output
@@ -229,10 +236,22 @@ def _replay(router: nn.Module, args: Any, output: Any) -> Any:
     return logits, torch.where(is_given, replayed, weights), chosen.to(indices.dtype)
 
 
-def _routes_of_thread() -> Tensor | None:
-    """Those that the attention of this layer was given; each router takes them once."""
+def _routes_of(router: nn.Module) -> Tensor | None:
+    """Those that the attention of this layer was given; each router takes them once.
+
+    Raises:
+        NotImplementedError: a checkpoint computes the router again without its layer's attention.
+    """
     reference, _handed.context = _handed.context, None
     context = None if reference is None else reference()
+    if torch._C._current_graph_task_id() == -1:
+        vars(router)[_REPLAYED] = context is not None
+    elif context is None and vars(router).get(_REPLAYED):
+        raise NotImplementedError(
+            f"{ROUTED_EXPERTS} needs checkpoints of whole layers, with their attention, got one "
+            f"around {type(router).__name__} alone; checkpoint the layers, such as by "
+            "model.gradient_checkpointing_enable()."
+        )
     if context is None:
         return None
     context.delivery.replayed += 1

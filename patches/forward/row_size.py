@@ -27,6 +27,7 @@ from flexvarlen.patches.forward.wrapper import (
     Steps,
     call_own,
     of_wrappers,
+    running_calls,
     scores_itself,
     unwrap_forward,
     wrap_forward,
@@ -110,7 +111,7 @@ def fill_row_below_head(given: Given) -> Given | Inputs:
 
 def _filled(given: Given) -> PaddedBatch | None:
     size, tokens = given.patch.same_bits, _tokens(given)
-    fills_cache = given.cache is not None or given.inputs.get("use_cache")
+    fills_cache = given.cache is not None or _fills_cache(given.inputs)
     is_row = given.why_unpacked is None and given.padded is None and not fills_cache
     if size is None or tokens == size or not is_row:
         return None
@@ -184,6 +185,11 @@ def _real_tokens(layout: PackedLayout) -> int:
 # ---- heads ----
 
 
+def _fills_cache(inputs: Inputs) -> bool:
+    """Whether a forward decodes, or fills a cache, as generation does: rows keep their size."""
+    return inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
+
+
 def _unchanged(module: nn.Module, inputs: Inputs) -> None:
     return None
 
@@ -191,9 +197,9 @@ def _unchanged(module: nn.Module, inputs: Inputs) -> None:
 def _in_pieces(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A linear head's outputs `[..., V]` of hidden states `[..., H]`, T of them at a time."""
     (hidden,) = args or kwargs.values()
-    size: int = module.__dict__[HEAD_TOKENS]
+    size: int | None = module.__dict__.get(HEAD_TOKENS)  # None: unpatched, below a hook
     rows: Tensor = hidden.flatten(0, -2)
-    if len(rows) == size:
+    if size is None or len(rows) == size or any(map(_fills_cache, running_calls())):
         return call_own(module, own, (hidden,), {})
     pieces = pad(rows, (0, 0, 0, -len(rows) % size)).split(size)
     outputs = [call_own(module, own, (piece[None],), {})[0] for piece in pieces]
@@ -231,7 +237,7 @@ class _OfWholeChunks:
 def call_with_whole_chunks(
     module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a model's own forward; if that is TRL's fused head, with tiles of one size."""
+    """Call a model's own forward; if that is TRL's fused head, in tiles of one size."""
     functions = of_wrappers(own) if kwargs.get("fused_lm_head") else ()
     found = (getattr(x, "__globals__", {}) for x in functions)
     names: dict[str, Any] = next((x for x in found if _SCORES in x), {})

@@ -106,6 +106,11 @@ def arguments_of_running_call(module: nn.Module | None = None) -> dict[str, Any]
     return next((given for called, given in calls if module in (None, called)), {})
 
 
+def running_calls() -> list[dict[str, Any]]:
+    """The arguments of all eager calls of wrapped modules that run in this thread."""
+    return [given for _, given in _calls.open]
+
+
 def wrap_forward(module: nn.Module, steps: Steps) -> None:
     """Wrap `forward` in these steps.
 

@@ -164,6 +164,13 @@ def compare_bits(run: IsolationRun, *, require_gradients: bool = False) -> str:
     """
     patch = patch_of(run)
     batch, keep = _Batch.of(run), run.gradients
+    if len(batch.documents) == 1 and _length(batch.documents[0]) >= (
+        patch.same_bits or run.ids.numel()
+    ):
+        raise ValueError(
+            "same_bits=True needs at least two documents, or a row with room for others, got one "
+            "that fills it; pass more documents."
+        )
     inputs = {k: x for k, x in run.inputs.items() if k not in _FOLLOW_THE_DOCUMENTS}
     first = Row("as it is", tuple(range(len(batch.documents))))
     # The gradients of a row that the model lengthens are those of other embeddings.

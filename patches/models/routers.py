@@ -167,19 +167,24 @@ def _rules(module: nn.Module) -> Iterator[Rule]:
 
 def _rule_of(module: nn.Module, hidden_size: int) -> tuple[Rule | None, int, int]:
     """The rule of a router, E and K; None and zeros if none that we know gives its weights."""
-    outputs = None
-    if not (isinstance(module, nn.Linear) or module._modules) and module._parameters:
-        with torch.no_grad(), suppress(Exception):  # of a class that is another kind of router
-            outputs = _run_on_random_input(module, hidden_size)
-    if outputs is None:
+    rules, experts, chosen = list(_rules(module)), 0, 0
+    if isinstance(module, nn.Linear) or module._modules or not module._parameters:
         return None, 0, 0
-    logits, weights, indices = outputs
-    fits = (
-        rule
-        for rule in _rules(module)
-        if torch.equal(rule(logits, indices).to(weights.dtype), weights)
-    )
-    return next(fits, None), logits.shape[1], indices.shape[1]
+    for autocast in (False, True):  # which tell the dtypes of rules apart
+        outputs = None
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with suppress(Exception):  # of a class that is another kind of router
+                outputs = _run_on_random_input(module, hidden_size)
+            if outputs is None:
+                return None, 0, 0
+            logits, weights, indices = outputs
+            experts, chosen = logits.shape[1], indices.shape[1]
+            rules = [
+                rule
+                for rule in rules
+                if torch.equal(rule(logits, indices).to(weights.dtype), weights)
+            ]
+    return next(iter(rules), None), experts, chosen
 
 
 def _run_on_random_input(

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.functional import linear
 from torch.nn.functional import pad as pad_tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForSequenceClassification
 
 import flexvarlen as fv
@@ -184,12 +185,27 @@ def test_padding_is_a_document_of_no_gradient():
     assert rows.grad[0, :TOKENS].ne(0).any()
 
 
+class LinearRows(TorchFunctionMode):
+    """The rows of all products of linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.linear:
+            self.rows.append(args[0].flatten(0, -2).shape[0])
+        return function(*args, **(kwargs or {}))
+
+
 def test_a_generated_cache_is_left_alone():
     plain = new_model("qwen3").eval()
     ids = documents()[0][None]
     expected = plain.generate(ids, max_new_tokens=3, do_sample=False)
     ours = fv.patch_model(plain, "sdpa", same_bits=SIZE)
-    assert torch.equal(ours.generate(ids, max_new_tokens=3, do_sample=False), expected)
+    with LinearRows() as linear:
+        assert torch.equal(ours.generate(ids, max_new_tokens=3, do_sample=False), expected)
+    assert max(linear.rows) == ids.shape[1]
 
 
 # ---- compiled ----
@@ -396,7 +412,10 @@ def test_sizes_and_models_without():
     offsets = "same_bits needs a backend that gives a document the same bits at every offset"
     refused = [
         (of_text, (classifier, {"same_bits": 64})),
-        (of_text, (partial(new_model, "qwen2_vl"), {"same_bits": 64})),
+        *(
+            (of_text, (partial(new_model, x), {"same_bits": 64}))
+            for x in ("qwen2_vl", "mixtral", "llama4_text")
+        ),
         (of_text, (new, {"same_bits": 64, "sequence_parallel_group": "ranks"})),
         *((offsets, (new, {"same_bits": 64, "backend": x})) for x in ("flex", "reference")),
         (offsets, (partial(new_model, "gemma2"), {"same_bits": 64})),
@@ -436,6 +455,11 @@ def test_isolation_of_a_model_that_is_not_patched_or_takes_more():
     with pytest.raises(ValueError, match="same_bits=True needs a patched model"):
         fv.verify_isolation(new(), batch, documents=1, same_bits=True, layout=_halves())
     more = batch | {"token_type_ids": torch.zeros_like(batch["input_ids"])}
+    first = documents()[0].tolist()
+    one = share_prefixes([[*first, 5], [*first, 6]]).batch()
+    one = {name: one[name] for name in ("input_ids", "packed_layout")}
+    with pytest.raises(ValueError, match="at least two documents, or a row with room"):
+        fv.verify_isolation(fv.patch_model(new(), "sdpa"), one, same_bits=True)
     with pytest.raises(ValueError, match="also has token_type_ids"):
         fv.verify_isolation(fv.patch_model(new(), "sdpa"), more, same_bits=True)
 

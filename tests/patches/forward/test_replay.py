@@ -9,6 +9,10 @@ import re
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 
 import flexvarlen as fv
 from flexvarlen.patches.forward import replay
@@ -259,6 +263,7 @@ REFUSALS = [
     ("routed_experts must be from 0 to 3", lambda: routes(lambda x: x[0, 3].fill_(4))),
     ("routed_experts must be from 0 to 3", lambda: routes(lambda x: x[0, 3, 0, 0].fill_(-1))),
     ("routed_experts must be from 0 to 3", lambda: routes(lambda x: x[0, 3].fill_(-2))),
+    ("and different experts of a token", lambda: routes(lambda x: x[0, 3].fill_(1))),
     (
         "routed_experts must come with packed rows",
         lambda: {"packed_layout": None, "attention_mask": torch.ones(1, 1, 184, 184).bool()},
@@ -271,6 +276,39 @@ def test_refused(words, changes):
     model = runs.patched("qwen3_moe")
     with pytest.raises(ValueError, match=re.escape(words)):
         model(**rows(**changes()))
+
+
+def test_rows_of_a_padded_batch_share_no_routes():
+    """Of one row for several."""
+    model = fv.patch_model(new_model("qwen3_moe"), "reference", unpad=True)
+    ids, mask = torch.arange(3, 21).view(3, 6), torch.ones(3, 6).long()
+    mask[0, 4:] = 0
+    with pytest.raises(ValueError, match=re.escape("must have shape [3, 6, 2, 2]")):
+        model(ids, mask, routed_experts=torch.zeros(1, 6, 2, 2).long())
+
+
+def test_a_checkpoint_around_a_mixture_alone():
+    """It computes the router again without the attention that hands it the engine's experts."""
+    model = runs.patched("qwen3_moe").train()
+    layer = model.model.layers[0]
+    layer.mlp = checkpoint_wrapper(layer.mlp, CheckpointImpl.REENTRANT)
+    loss = model(**rows()).logits.sum()
+    with pytest.raises(NotImplementedError, match="checkpoints of whole layers"):
+        loss.backward()
+
+
+def test_a_rule_computes_in_the_dtype_of_the_router():
+    """Also under autocast, which changes that of logits."""
+    model = fv.patch_model(new_model("deepseek_v3"), "reference")
+    gates = [x for name, x in model.named_modules() if name.endswith("mlp.gate")]
+    found = []
+    gates[0].register_forward_hook(lambda _, args, out: found.append(out))
+    ids = torch.arange(3, 23)[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids)
+        routes = found[0][2][None, :, None].expand(-1, -1, len(gates), -1)
+        model(ids, routed_experts=routes)
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_a_model_without_experts():
