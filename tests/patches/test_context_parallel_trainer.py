@@ -65,7 +65,10 @@ def values(log):
 
 
 MESHED = pytest.mark.skipif(not HAS_MESHES, reason="this transformers has no meshes of experts")
-OF_RUNS = {"expert_parallel": [MESHED, pytest.mark.slow]}
+OF_RUNS = {
+    "expert_parallel": [MESHED, pytest.mark.slow],
+    "sft_packing_lora": pytest.mark.slow,  # as sft_padding_free; LoRA as in test_distributed.py
+}
 
 
 @pytest.mark.usefixtures("_as_it_was")
