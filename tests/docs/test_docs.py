@@ -32,7 +32,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.md")) + sorted((ROOT / "examples")
 RUN = [page for page in DOCS if page.parent.name not in ("benchmarks", "reference")]
 
 NEEDS = re.compile(r"# needs a (GPU|download)")
-NOT_RUN = dict.fromkeys(("quick-start", "preference", "embeddings", "recipes"), 1)
+NOT_RUN = dict.fromkeys(("quick-start", "preference", "embeddings"), 1)
 """How many blocks of a page say in their first line that they need a GPU or a download."""
 
 

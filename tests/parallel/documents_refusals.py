@@ -165,7 +165,7 @@ def refused_forwards(group: Any) -> list[str]:
         ("BertForSequenceClassification pools documents", classifier, own_shard(**both_ways)),
         ("labels must be next tokens under sequence_parallel_group", tagger, shard),
         ("attention dropout must be 0", dropping, own_shard()),
-        ("output_router_logits must be False for trees and for a row", unlisted, shard),
+        ("output_router_logits must be False for trees, for a row", unlisted, shard),
     ]
     failed = []
     with rows_without_a_case(sequence_parallel, "SHARDS") as without:
