@@ -75,7 +75,7 @@ def test_reentrant_checkpoints():
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("kind", with_slow(["qwen3_moe", "gpt_oss"], ["gpt_oss"]))
 def test_implementations_of_experts(kind, experts):
     check(*runs.packed(kind, samples(kind), experts=experts), kind)
 

@@ -25,6 +25,7 @@ from tests.contract_oracle import gradients_of
 from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.patches.forward.test_trees import samples
 from tests.recurrent import plain_fla
+from tests.slow import with_slow
 from tests.tiny_models import VOCABULARY, lora, new_model, shared_model, texts_alone
 
 FAMILIES = (
@@ -92,7 +93,7 @@ def test_each_sample_alone(family, max_tokens):
 
 
 @pytest.mark.parametrize("max_tokens", [25, 4])
-@pytest.mark.parametrize("window", [1, 2, 6, 30])
+@pytest.mark.parametrize("window", with_slow([1, 2, 6, 30], [2, 30]))
 def test_windows_shorter_and_longer_than_segments(window, max_tokens):
     """Of prompts cut into chains, and of a chain of short turns."""
     changes = {"sliding_window": window}
