@@ -70,7 +70,7 @@ class Threshold(NamedTuple):
 
 @dataclass(frozen=True)
 class DriftReport:
-    """Records of a suite of drift, or of a `records.jsonl`."""
+    """Records of `operator_drift`, `model_drift` or a `records.jsonl`."""
 
     records: tuple[Record, ...]
 

@@ -25,8 +25,10 @@ from flexvarlen.attention.backends.registry import BACKENDS, our_name, why_not
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
 from flexvarlen.reference.attention import GRADIENTS, Results, with_baseline
+from flexvarlen.report.records import Record
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
+from flexvarlen.runner.run import records_of
 from flexvarlen.runner.suite import Finding, Findings, GivenCases, Options, checked_names
 from flexvarlen.verify.experiment.difference import Difference
 from flexvarlen.verify.experiment.operator_cases import BASELINE, Inputs, OpCase
@@ -73,6 +75,43 @@ class OperatorDrift(GivenCases[OpCase]):
             return Finding(name, "wrong" if reason else "ok", reason, measures)
 
         return measure_each(case.name, variants, compare, options.device)
+
+
+def operator_drift(
+    cases: Sequence[OpCase],
+    backends: Sequence[str] = ("all",),
+    *,
+    device: torch.device | str,
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    comparisons: Sequence[str] = ("all",),
+    train: bool = True,
+    seed: int = 0,
+) -> list[Record]:
+    """Compare backends on cases; nothing is written.
+
+    Args:
+        cases: each is compared in the dtypes and comparisons given here; see
+            `flexvarlen.verify.experiment.operator_cases.SUITES`.
+        backends: names of `flexvarlen.BACKENDS`, or "all". One that cannot serve a case gets a
+            record "unsupported" with its reason; one without a backward is compared forward only.
+        device: where all of it runs.
+        dtypes: of the tensors.
+        comparisons: of `COMPARISONS`, or "all".
+        train: whether gradients are compared.
+        seed: of the inputs.
+
+    Returns:
+        A record for each case, dtype, comparison and backend.
+
+    Raises:
+        ValueError: an unknown backend or comparison.
+        DeviceLost: a kernel broke the device.
+
+    Synchronizes the device.
+    """
+    suite = OperatorDrift.of(cases, dtypes, comparisons, train=train, seed=seed)
+    options = Options(torch.device(device), variants=backend_variants(backends))
+    return records_of(suite, options)
 
 
 def backend_variants(backends: Sequence[str]) -> tuple[str, ...] | None:

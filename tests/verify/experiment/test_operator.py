@@ -9,9 +9,7 @@ import torch
 
 from flexvarlen.attention.backends.reference import ReferenceBackend
 from flexvarlen.reference import acceptance
-from flexvarlen.runner.run import records_of
-from flexvarlen.runner.suite import Options
-from flexvarlen.verify.experiment.operator import COMPARISONS, OperatorDrift, backend_variants
+from flexvarlen.verify.experiment.operator import COMPARISONS, operator_drift
 from flexvarlen.verify.experiment.operator_cases import SUITES, Inputs, OpCase
 from tests.planted import plant
 from tests.verify.planted import leak, nan, wrong_scale
@@ -20,16 +18,11 @@ SMALL = OpCase((40, 1, 23), num_heads=4, num_kv_heads=2, head_dim=16, causal=Tru
 
 
 def drift(
-    backends=("reference",),
-    comparisons=COMPARISONS,
-    *,
-    case=SMALL,
-    dtype=torch.float32,
-    device="cpu",
-    **options,
+    backends=("reference",), comparisons=COMPARISONS, *, case=SMALL, dtype=torch.float32, **options
 ):
-    suite = OperatorDrift.of([case], [dtype], comparisons, **options)
-    return records_of(suite, Options(torch.device(device), variants=backend_variants(backends)))
+    return operator_drift(
+        [case], backends, device="cpu", dtypes=[dtype], comparisons=comparisons, **options
+    )
 
 
 def only(records):
@@ -162,5 +155,5 @@ def test_backend_without_a_backward_has_no_record(monkeypatch):
 @pytest.mark.parametrize("backend", ["flex", "varlen", "fa2", "fa3", "fa4", "cudnn"])
 def test_kernel_of_a_gpu_is_called_wrong(backend):
     case = OpCase((200, 1, 127, 300, 76), 8, 4, 64, causal=True)
-    for record in drift([backend], case=case, dtype=torch.bfloat16, device="cuda"):
+    for record in operator_drift([case], [backend], device="cuda"):
         assert record.status in ("ok", "unsupported"), record.reason
