@@ -127,7 +127,7 @@ def tree_scores(
             names,
             head=head,
             temperature=temperature,
-            sampling_mask=None if kept is None else kept[index],
+            kept=None if kept is None else kept[index],
             chunk_tokens=chunk_tokens,
         )
         return [x.new_zeros(len(labels)).index_copy(0, index, x) for x in found]

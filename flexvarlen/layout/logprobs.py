@@ -151,13 +151,14 @@ def token_logprobs(
     tensor([[-0.6931, -0.6931,  0.0000]])
     """
     require_tensor("x", x)
+    require_labels("shift_labels", shift_labels, x.shape[:-1].numel(), x.device)
     (found,) = token_scores(
         x,
         shift_labels,
         ("log_probs",),
         head=head,
         temperature=temperature,
-        sampling_mask=sampling_mask,
+        kept=checked_sampling_mask(sampling_mask, shift_labels.reshape(-1)),
         chunk_tokens=chunk_tokens,
     )
     return found
@@ -168,21 +169,21 @@ def token_scores(
     shift_labels: Tensor,
     names: Sequence[str],
     *,
-    head: Callable[[Tensor], Tensor] | None = None,
-    temperature: float = 1.0,
-    sampling_mask: Tensor | None = None,
-    chunk_tokens: int = 1024,
+    head: Callable[[Tensor], Tensor] | None,
+    temperature: float,
+    kept: Tensor | None,
+    chunk_tokens: int,
 ) -> list[Tensor]:
     """What `names` in `SCORES` say of each token's next token, as `token_logprobs`.
+
+    Args:
+        kept: int64 `[T, K]`, of `checked_sampling_mask`, which is not checked again.
 
     Returns:
         For each name `[...]`; 0 where the label is -100.
     """
-    require_tensor("x", x)
-    require_labels("shift_labels", shift_labels, x.shape[:-1].numel(), x.device)
     x_TH, next_T = x.flatten(0, -2), shift_labels.reshape(-1)
-    kept_TK = checked_sampling_mask(sampling_mask, next_T)
-    found = _by_chunk(x_TH, next_T, names, head, temperature, kept_TK, chunk_tokens)
+    found = _by_chunk(x_TH, next_T, names, head, temperature, kept, chunk_tokens)
     return [each.view(shift_labels.shape) for each in found]
 
 

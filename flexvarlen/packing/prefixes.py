@@ -207,7 +207,7 @@ class SharedPrefixes:
         Args:
             values: for each sample `[L, ...]` on the host, such as of `fv.sampling_masks`; equal
                 where samples share a token, or `padding` in some of them.
-            padding: that of tokens without a value, and of the row's padding; NaN is none.
+            padding: that of tokens without a value, and of the row's padding.
 
         Returns:
             `[1, T, ...]`, on the row's device.
