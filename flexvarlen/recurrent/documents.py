@@ -6,7 +6,6 @@ Shapes: T = total_tokens; N = number of slots for documents, or for segments of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +74,7 @@ class RecurrentDocuments:
         chunk_indices: int32 `[T // 64 + N + 1, 2]`: the slot of each chunk of 64 tokens, and its
             number in the document. Chunks past the last one belong to the empty slot.
         part: the part of a tree that the row is, or None.
-        carry: of one layer of a part: see `of_layer`.
+        carry: of a part, whose states the layer that runs now loads and stores: see `enter`.
         meanwhile: other work that the first layer may compile while it checks its scan; or None.
 
     No sync; traces.
@@ -149,25 +148,25 @@ class RecurrentDocuments:
 
     def of_layout(self, moved: PackedLayout) -> RecurrentDocuments:
         """The tables for a copy of the layout on another device."""
-        return RecurrentDocuments(moved, group=self.group, for_any_row=self.for_any_row)
+        found = RecurrentDocuments(moved, group=self.group, for_any_row=self.for_any_row)
+        found.carry = self.carry
+        return found
 
-    def of_layer(self, layer: Any) -> RecurrentDocuments:
-        """The documents for one call of a layer, which may carry states from part to part.
+    def enter(self, layer: Any) -> None:
+        """Before a call of a layer: its functions load and store the states of this layer.
 
         Raises:
             NotImplementedError: a layer without an index, on a part of a tree.
         """
         if self.part is None:
-            return self
+            return
         index = getattr(layer, "layer_idx", None)
         if index is None:
             raise NotImplementedError(
                 "a recurrent layer must have a layer_idx to run on a part of a tree, got "
                 f"{type(layer).__name__} without; run the whole tree: shared.batch()."
             )
-        found = copy(self)
-        found.carry = Carry(self.part, index)
-        return found
+        self.carry = Carry(self.part, index)
 
     def zero_padding(self, x: Tensor) -> Tensor:
         """x `[1, T, ...]` with zeros at padding, in the output and in the gradient."""

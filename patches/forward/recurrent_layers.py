@@ -128,7 +128,7 @@ def _documents_hook(
     if context.row.fills_cache:  # by rows of one document each, as transformers does
         kwargs["attention_mask"] = context.mask_of_rows(hidden_states.shape[0])
     elif documents is not None:
-        documents = documents.of_layer(layer)
+        documents.enter(layer)
         hidden_states = documents.tokens.enter(hidden_states)
         kwargs |= {DOCUMENTS: documents, "attention_mask": None}
     if args:

@@ -443,7 +443,7 @@ def test_a_scan_in_plain_torch_breaks_the_graph(family):
     with watch_compilation() as stats:
         for shared in trees():
             found, expected = in_parts(compiled, shared, 64), in_parts(model, shared, 64)
-            torch.testing.assert_close(found[0], expected[0], atol=0, rtol=1e-12)
+            torch.testing.assert_close(found[0], expected[0], atol=0, rtol=1e-6)
             gradients = {name.removeprefix("_orig_mod."): x for name, x in found[1].items()}
             assert_equal(gradients, expected[1], 1e-6)  # norms are in float32
     assert stats.compilations == 0
