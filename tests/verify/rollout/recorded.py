@@ -1,7 +1,8 @@
-"""Responses that transformers sampled from a tiny model, as an engine would record them.
+"""Responses that transformers sampled from a model, as an engine would record them.
 
-`python -m tests.verify.rollout.recorded FOLDER` writes the model, and 16 responses of 64 tokens by
-`generate` and by continuous batching, each with two attentions, for `flexvarlen drift rollout`.
+`python -m tests.verify.rollout.recorded FOLDER` writes the model, and responses by `generate` and
+continuous batching, each with two attentions, for `flexvarlen drift rollout`: 16 of 64 tokens of a
+tiny model, or on a GPU 32 of 256 tokens of 14 layers of the Qwen3-1.7B geometry.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
 
+from flexvarlen.bench.suites.model.geometries import GEOMETRIES
 from flexvarlen.verify.models import build_model
 from flexvarlen.verify.rollout.responses import Response
 
@@ -32,13 +35,28 @@ def peaked_model(seed=0, head_scale=3):
     return model
 
 
+def large_model():
+    """Its head is untied, as otherwise each token would follow itself."""
+    torch.manual_seed(0)
+    config = GEOMETRIES["qwen3-1.7b"](14)
+    config.tie_word_embeddings = False
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(5)
+    return model
+
+
 @cache
 def generated(attention, temperature=1.0, head_scale=3, number=PROMPTS, tokens=COMPLETION):
     """Responses by `generate`, with the log-probabilities of its own logits."""
-    model = peaked_model(head_scale=head_scale)
+    return sampled(peaked_model(head_scale=head_scale), attention, number, tokens, temperature)
+
+
+def sampled(model, attention, number, tokens, temperature=1.0):
     model.set_attn_implementation(attention)
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(1024, (number, PROMPT), generator=generator)
+    prompts = torch.randint(1024, (number, PROMPT), generator=generator).to(model.device)
     torch.manual_seed(0)
     out = model.generate(
         prompts,
@@ -62,17 +80,18 @@ def generated(attention, temperature=1.0, head_scale=3, number=PROMPTS, tokens=C
     ]
 
 
-def continuous(attention, number=PROMPTS, tokens=COMPLETION):
+def continuous(model, attention, number, tokens):
     """Responses by continuous batching, which returns its log-probabilities."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    model = peaked_model()
     model.set_attn_implementation(attention)
     config = GenerationConfig(
         max_new_tokens=tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
     )
-    how = ContinuousBatchingConfig(return_logprobs=True, num_blocks=64, max_batch_tokens=256)
+    how = ContinuousBatchingConfig(
+        return_logprobs=True, num_blocks=16 * number, max_batch_tokens=256
+    )
     prompts = [list(range(i, 3 * i + 9)) for i in range(number)]
     torch.manual_seed(0)
     found = model.generate_batch(
@@ -118,9 +137,12 @@ def at_temperature(temperature):
 
 
 def write(folder):
-    peaked_model().save_pretrained(folder / "qwen3-tiny")
+    on_gpu = torch.cuda.is_available()
+    name, number, tokens = ("qwen3-1.7b", 32, 256) if on_gpu else ("qwen3-tiny", 16, 64)
+    model = large_model() if on_gpu else peaked_model()
+    model.save_pretrained(folder / name)
     for attention in ("sdpa", "eager"):
-        for engine in (generated, continuous):
+        for engine, sample in {"generated": sampled, "continuous": continuous}.items():
             lines = [
                 {
                     "prompt_ids": each.prompt,
@@ -128,9 +150,9 @@ def write(folder):
                     "logprobs": each.logprobs,
                     "temperature": each.temperature,
                 }
-                for each in engine(attention, number=16, tokens=64)
+                for each in sample(model, attention, number, tokens)
             ]
-            file = folder / f"{engine.__name__}-{attention}.jsonl"
+            file = folder / f"{engine}-{attention}.jsonl"
             file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 

@@ -14,15 +14,23 @@ from flexvarlen.runner.suite import Options
 from flexvarlen.verify.rollout import report
 from flexvarlen.verify.rollout.drift import PASSES, RolloutCase, RolloutDrift
 from flexvarlen.verify.rollout.logprobs import rows_of, trainer_logprobs
-from tests.verify.rollout.recorded import continuous, generated, peaked_model
+from tests.verify.rollout.recorded import (
+    COMPLETION,
+    PROMPTS,
+    continuous,
+    generated,
+    peaked_model,
+    sampled,
+)
 
 OWN = {"eager": "transformers:eager", "sdpa": "sdpa"}
 
 
 @pytest.mark.parametrize("attention", OWN)
-@pytest.mark.parametrize("engine", [generated, continuous])
+@pytest.mark.parametrize("engine", [sampled, continuous])
 def test_attention_that_sampled_is_not_named_or_its_part_is_another_s(engine, attention):
-    model, responses = peaked_model(), tuple(engine(attention))
+    model = peaked_model()
+    responses = tuple(engine(model, attention, PROMPTS, COMPLETION))
     case = RolloutCase("m", "bfloat16", "r", 0, 256, responses, lambda: model)
     options = Options(torch.device("cpu"), variants=tuple(OWN.values()))
     records = records_of(RolloutDrift([case]), options)
