@@ -504,8 +504,10 @@ def test_one_graph_of_recurrent_layers_in_bf16(family):
 def test_another_scan_in_the_middle_of_a_loop(family, monkeypatch):
     """All kernels store one state, so it does not matter which of them runs a part."""
     pytest.importorskip("fla")
-    plain = new_model(family, head_dim=64).to("cuda", torch.bfloat16)
-    model = fv.patch_model(new_model(family, head_dim=64).to("cuda", torch.bfloat16), "auto")
+    # All experts: a router that rounds otherwise would choose others.
+    sizes = {"head_dim": 64} | ({"num_experts_per_token": 4} if family == "kimi_linear" else {})
+    plain = new_model(family, **sizes).to("cuda", torch.bfloat16)
+    model = fv.patch_model(new_model(family, **sizes).to("cuda", torch.bfloat16), "auto")
     calls = itertools.count()
     monkeypatch.setattr(
         layer_functions, "why_wrong", lambda *_: "a test" if next(calls) // 3 % 2 else None
