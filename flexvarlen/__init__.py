@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     from flexvarlen.attention.api import packed_attention
     from flexvarlen.attention.backends.registry import BACKENDS, available_backends, why_not
     from flexvarlen.attention.explain import BackendReport, explain
-    from flexvarlen.layout.labels import tree_loss
-    from flexvarlen.layout.logprobs import DocumentLogprobs, document_logprobs, token_logprobs
+    from flexvarlen.layout.logprobs import (
+        DocumentLogprobs,
+        document_logprobs,
+        token_logprobs,
+        tree_loss,
+    )
     from flexvarlen.layout.packed_layout import PackedLayout
     from flexvarlen.layout.per_document import pool
     from flexvarlen.layout.routed_experts import engine_routes
@@ -111,8 +115,7 @@ _HOMES = {
     "attention.explain": ("BackendReport", "explain"),
     "verify.compare.compare": ("compare",),
     "verify.isolation.callback": ("IsolationCallback",),
-    "layout.labels": ("tree_loss",),
-    "layout.logprobs": ("DocumentLogprobs", "document_logprobs", "token_logprobs"),
+    "layout.logprobs": ("DocumentLogprobs", "document_logprobs", "token_logprobs", "tree_loss"),
     "layout.per_document": ("pool",),
     "layout.routed_experts": ("engine_routes",),
     "layout.packed_layout": ("PackedLayout",),

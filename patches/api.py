@@ -14,7 +14,8 @@ from torch import nn
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.arguments import checked_sizes
 from flexvarlen.patches.adapters import why_not_adapters
-from flexvarlen.patches.apply import apply_patch, make_patch, undo_patch
+from flexvarlen.patches.apply import apply_patch, call_of, make_patch, undo_patch
+from flexvarlen.patches.forward.chunked_loss import check_loss_chunk_tokens
 from flexvarlen.patches.forward.padding import check_unpad
 from flexvarlen.patches.forward.row_size import check_same_bits
 from flexvarlen.patches.forward.wrapper import is_wrapped
@@ -52,6 +53,7 @@ def patch_model(
     share_prefixes: bool = False,
     sequence_parallel_group: ProcessGroup | None = None,
     same_bits: int | bool | None = None,
+    loss_chunk_tokens: int | None = None,
     verify: bool = False,
 ) -> Model:
     """Make a transformers model run on packed batches, where no document attends to another.
@@ -95,6 +97,9 @@ def patch_model(
             document.) Checked at once, on the model's device and in its dtype, or autocast's, with
             the logits of two rows in memory. True is for `patch_trainer`. Forwards that use a cache
             are left out. See docs/backends.md.
+        loss_chunk_tokens: with labels, compute the loss from hidden states, the logits of so many
+            tokens at a time, in the backward too; `logits` of the outputs are then None. The loss
+            must be transformers' own for the next token.
         verify: check the patched model on a small random batch, as `verify_isolation` does; a kind
             of model that has passed is not checked again in the same process.
 
@@ -118,6 +123,7 @@ def patch_model(
     inner = transformers_model(model)
     _, capacity, max_seqlen_bound = checked_sizes(None, capacity, max_seqlen_bound)
     check_unpad(unpad, unpad_to_multiple_of, share_prefixes)
+    size = check_same_bits(same_bits, unpad_to_multiple_of)
     settings = Settings(
         backend=backend,
         deterministic=resolve_flag(DETERMINISTIC, deterministic),
@@ -128,7 +134,8 @@ def patch_model(
         unpad_to_multiple_of=unpad_to_multiple_of,
         share_prefixes=share_prefixes,
         sequence_parallel_group=sequence_parallel_group,
-        same_bits=check_same_bits(same_bits, unpad_to_multiple_of),
+        same_bits=size,
+        loss_chunk_tokens=check_loss_chunk_tokens(loss_chunk_tokens, size),
         verify=verify,
     )
     why = why_not_class(type(inner), inner.config, settings)
@@ -142,9 +149,9 @@ def patch_model(
     if why is not None:
         raise NotImplementedError(why)
     patch, existing = make_patch(inner, parts, settings), current_patch(model)
-    changes_steps = existing is not None and (existing.same_bits is None) != (not same_bits)
+    changes_call = existing is not None and call_of(existing) is not call_of(settings)
     checks = [check for check in checks_of(inner, patch) if not check.has_passed]
-    if not checks and not changes_steps:
+    if not checks and not changes_call:
         apply_patch(inner, patch)
         return model
     with ExitStack() as undo:
@@ -214,6 +221,7 @@ def patched(
     share_prefixes: bool = False,
     sequence_parallel_group: ProcessGroup | None = None,
     same_bits: int | bool | None = None,
+    loss_chunk_tokens: int | None = None,
     verify: bool = False,
 ) -> Iterator[Model]:
     """Patch a model for the duration of a `with` block, which then restores what it was before.
@@ -233,6 +241,7 @@ def patched(
         share_prefixes=share_prefixes,
         sequence_parallel_group=sequence_parallel_group,
         same_bits=same_bits,
+        loss_chunk_tokens=loss_chunk_tokens,
         verify=verify,
     )
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -13,6 +15,7 @@ from flexvarlen.patches.attention.backend_choice import (
     same_bits_choice,
 )
 from flexvarlen.patches.forward.choices import CHOICES_STEPS
+from flexvarlen.patches.forward.chunked_loss import call_with_chunked_loss
 from flexvarlen.patches.forward.guards import guard_trainer_and_peft
 from flexvarlen.patches.forward.head_checks import (
     HEAD,
@@ -35,7 +38,7 @@ from flexvarlen.patches.forward.sequence_parallel import check_group
 from flexvarlen.patches.forward.stages import choose_stages
 from flexvarlen.patches.forward.steps import STEPS
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
-from flexvarlen.patches.forward.wrapper import unwrap_forward, wrap_forward
+from flexvarlen.patches.forward.wrapper import call_own, unwrap_forward, wrap_forward
 from flexvarlen.patches.models.layers import (
     attention_layers,
     dtype_of_forward,
@@ -101,15 +104,20 @@ def make_patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) ->
     )
 
 
+def call_of(settings: Settings) -> Callable[..., Any]:
+    """The function that calls a patched model's own forward."""
+    if settings.loss_chunk_tokens is not None:
+        return call_with_chunked_loss
+    return call_own if settings.same_bits is None else call_with_whole_chunks
+
+
 def apply_patch(inner: PreTrainedModel, patch: Patch) -> None:
     """Patch a model whose arguments have been checked."""
     parts = patch.parts
     base, text, vision = parts.base(inner), parts.text_tower(inner), parts.vision_tower(inner)
     set_implementation(inner, patch.named)
     steps = CHOICES_STEPS if parts.head.has_choices else STEPS
-    if patch.same_bits is not None:
-        steps = steps._replace(call=call_with_whole_chunks)
-    wrap_forward(inner, steps)
+    wrap_forward(inner, steps._replace(call=call_of(patch)))
     setattr(inner, ATTRIBUTE, patch)
     if base is not inner:
         of_base = parts.of_base()

@@ -39,7 +39,9 @@ from flexvarlen.patches.state import BackendChoice
 from flexvarlen.upstream import required
 
 
-def enable_context_parallel(trainer: Trainer, backend: BackendChoice, ranks: int) -> None:
+def enable_context_parallel(
+    trainer: Trainer, backend: BackendChoice, ranks: int, loss_chunk_tokens: int | None
+) -> None:
     """Make groups of `ranks` processes of a trainer share each packed row.
 
     Raises:
@@ -50,7 +52,8 @@ def enable_context_parallel(trainer: Trainer, backend: BackendChoice, ranks: int
     if why is not None:
         raise ValueError(why)
     group, _ = dist.new_subgroups(ranks, timeout=timedelta(seconds=trainer.args.ddp_timeout))
-    patch_model(trainer.model, backend, sequence_parallel_group=group)
+    options = {"sequence_parallel_group": group, "loss_chunk_tokens": loss_chunk_tokens}
+    patch_model(trainer.model, backend, **options)
     kind = type(trainer)
     trainer.__class__ = type(
         kind.__name__, (ContextParallelMixin, kind), {"__module__": kind.__module__}

@@ -65,8 +65,8 @@ class _Head:
     def __call__(self, hidden: Tensor) -> Tensor:
         states = hidden.reshape(1, -1, hidden.shape[-1])
         # The class's forward, as an instance's forward (patch_model's) is bound to the whole model.
-        out = type(self._head).forward(self._head, inputs_embeds=states)
-        logits: Tensor = out[0]
+        out = type(self._head).forward(self._head, inputs_embeds=states, return_dict=True)
+        logits: Tensor = out.logits  # not the first output where routers have a loss
         return logits.view(*hidden.shape[:-1], logits.shape[-1])
 
 

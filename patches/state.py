@@ -81,6 +81,7 @@ class Settings:
     sequence_parallel_group: ProcessGroup | None
     verify: bool
     same_bits: int | None
+    loss_chunk_tokens: int | None
 
     def arguments(self) -> dict[str, Any]:
         """The arguments by name."""

@@ -34,6 +34,7 @@ def patch_trainer(
     share_prefixes: bool = False,
     tokens_per_part: int | None = None,
     same_bits: int | bool | None = None,
+    loss_chunk_tokens: int | None = None,
     verify: bool = False,
     context_parallel: int | None = None,
 ) -> T:
@@ -82,6 +83,8 @@ def patch_trainer(
             RLOO: `vllm_max_model_length`), twice that for the pairs of DPO. Reward
             models, which score documents, keep rows of their own size.
         tokens_per_part: tokens of a part at most, at least 1; None: a tree for each micro-batch.
+        loss_chunk_tokens: as in `patch_model`, of transformers' Trainer; SFTTrainer has
+            `loss_type="chunked_nll"` of its own.
         context_parallel: number of processes that share a row, a divisor of their total number.
 
     Returns:
@@ -122,12 +125,19 @@ def patch_trainer(
             "same_bits, which is for whole rows, cannot be combined with tokens_per_part or "
             "context_parallel; remove it."
         )
+    if loss_chunk_tokens is not None:
+        _check_own_loss(trainer)
     if context_parallel is None:
         one_tree = None if tokens_per_part is None else step_trees(trainer, tokens_per_part)
         block_size = _completions_of_block(trainer, one_tree is not None) if share_prefixes else 1
         size = row_size_of(trainer) if same_bits is True else same_bits
-        options = {"unpad_to_multiple_of": unpad_to_multiple_of, "same_bits": size}
-        _unpad_models(trainer, backend, share_prefixes, options | {"verify": verify})
+        options = {
+            "unpad_to_multiple_of": unpad_to_multiple_of,
+            "same_bits": size,
+            "loss_chunk_tokens": loss_chunk_tokens,
+            "verify": verify,
+        }
+        _unpad_models(trainer, backend, share_prefixes, options)
         if replays_rollout(trainer):
             replay_rollouts(trainer)
         if block_size > 1:
@@ -141,7 +151,7 @@ def patch_trainer(
             "context_parallel, which shards packed rows, cannot be combined with "
             "unpad_to_multiple_of, share_prefixes or verify; remove them."
         )
-    enable_context_parallel(trainer, backend, ranks)
+    enable_context_parallel(trainer, backend, ranks, loss_chunk_tokens)
     return trainer
 
 
@@ -174,6 +184,30 @@ _ANY_SIZE = {"same_bits": None}
 def _has_tokens(model: nn.Module) -> bool:
     """Whether a model has outputs for each token, and no score of a document."""
     return not ModelParts.of(transformers_model(model)).head.pools
+
+
+def _check_own_loss(trainer: Any) -> None:
+    """Refuse a trainer that reads logits, which `loss_chunk_tokens` does not compute.
+
+    Raises:
+        ValueError: it is one of TRL's, or a setting needs logits.
+    """
+    if any(each.__module__.startswith("trl.") for each in type(trainer).__mro__):
+        raise ValueError(
+            "loss_chunk_tokens is for transformers' Trainer, got TRL's "
+            f"{type(trainer).__name__}, which scores tokens itself; remove it, and pass "
+            "loss_type='chunked_nll' to SFTConfig."
+        )
+    reads_logits = {
+        "label_smoothing_factor": trainer.args.label_smoothing_factor != 0,
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "compute_metrics": trainer.compute_metrics is not None,
+    }
+    given = [name for name, is_given in reads_logits.items() if is_given]
+    if given:
+        raise ValueError(
+            f"loss_chunk_tokens computes no logits, which {' and '.join(given)} needs; remove it."
+        )
 
 
 _PAIRS = ("DPOTrainer",)

@@ -302,6 +302,19 @@ def functions_of(layer_class: type) -> dict[str, Any]:
     return found
 
 
+def loss_in_chunks(parts: ModelParts, settings: Settings) -> str | None:
+    """The loss in chunks of a head that predicts no next token, or cannot leave out logits."""
+    if settings.loss_chunk_tokens is None:
+        return None
+    takes = inspect.signature(parts.model_class.forward).parameters
+    if parts.head.labels == "next token" and "logits_to_keep" in takes:
+        return None
+    return (
+        "loss_chunk_tokens needs a language-model head whose forward takes logits_to_keep, got "
+        f"{parts.model_class.__name__}; remove it."
+    )
+
+
 def windows_both_ways(parts: ModelParts, settings: Settings) -> str | None:
     """Bidirectional windows of Gemma 4, in which transformers' own attentions disagree."""
     config = parts.config
@@ -330,6 +343,7 @@ WHY_NOT = (
     recurrent_layers,
     sequence_parallel,
     same_bits,
+    loss_in_chunks,
     windows_both_ways,
     dynamic_rope,
 )

@@ -1,4 +1,5 @@
-"""Log-probabilities of each token, and of the tokens of each document, without `[T, V]` logits.
+"""Log-probabilities of each token, and of the tokens of each document, without `[T, V]` logits;
+and the loss of trees.
 
 Shapes: T = total_tokens; N = documents, as in `per_document`; H = hidden size; V = vocabulary;
 C = tokens of a chunk; K = token ids that an engine kept, at most.
@@ -11,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import log_softmax
+from torch.nn.functional import cross_entropy, log_softmax
 from torch.utils.checkpoint import checkpoint
 
-from flexvarlen.layout.arguments import require_tensor, to_int_or_none
+from flexvarlen.layout.arguments import require_tensor, to_int_or_none, whole_numbers
 from flexvarlen.layout.document_row import document_boundaries
 from flexvarlen.layout.labels import IGNORE_INDEX, unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
@@ -162,6 +163,67 @@ def token_logprobs(
         chunk_tokens=chunk_tokens,
     )
     return found
+
+
+def tree_loss(
+    x: Tensor,
+    shift_labels: Tensor,
+    label_counts: Tensor,
+    num_items_in_batch: Tensor | int | None = None,
+    *,
+    head: Callable[[Tensor], Tensor] | None = None,
+    chunk_tokens: int = 1024,
+) -> Tensor:
+    """The cross entropy that the samples would have had if each was computed by itself.
+
+    A label of a row of trees counts once for each sample in which it is not -100.
+
+    Args:
+        x: logits `[T, V]` or `[1, T, V]`, computed in at least fp32; with `head`, hidden states
+            `[T, H]` or `[1, T, H]`.
+        shift_labels: integer `[T]` or `[1, T]`, the next token of each token, -100 where there is
+            none.
+        label_counts: integer `[T]` or `[1, T]`, in how many samples each label counts.
+        num_items_in_batch: labels of all samples together, by which the sum is divided; None:
+            those of this row.
+        head, chunk_tokens: as in `token_logprobs`.
+
+    Returns:
+        0-d, fp32 or wider; NaN if no token has a label, as cross_entropy gives.
+
+    Raises:
+        ValueError: other numbers of tokens, or labels or counts that are not integers.
+
+    Differentiable. No sync; traces under `fullgraph=True`.
+
+    >>> logits = torch.zeros(3, 4)
+    >>> tree_loss(logits, torch.tensor([1, 2, -100]), torch.tensor([2, 1, 1])).item()
+    1.3862943649291992
+    """
+    for name, given in (("shift_labels", shift_labels), ("label_counts", label_counts)):
+        require_tensor(name, given)
+    if not isinstance(x, Tensor) or x.ndim < 2:
+        raise ValueError(
+            f"logits must be a tensor [T, V] or [1, T, V], got {getattr(x, 'shape', x)}; "
+            "pass the model's."
+        )
+    labels_T = whole_numbers("shift_labels", shift_labels).reshape(-1)
+    counts_T = whole_numbers("label_counts", label_counts).reshape(-1)
+    x_TH = x.flatten(0, -2)
+    if not len(x_TH) == len(labels_T) == len(counts_T):
+        raise ValueError(
+            "logits, shift_labels and label_counts must have the same tokens, got "
+            f"{len(x_TH)}, {len(labels_T)} and {len(counts_T)}; take the latter two from "
+            "fv.share_prefixes."
+        )
+    if head is None:
+        logits_TV = x_TH.to(accumulation_dtype(x_TH))
+        losses_T = cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="none")
+    else:
+        losses_T = -token_logprobs(x_TH, labels_T, head=head, chunk_tokens=chunk_tokens)
+    if num_items_in_batch is None:
+        num_items_in_batch = torch.where(labels_T == IGNORE_INDEX, 0, counts_T).sum()
+    return (losses_T * counts_T).sum() / num_items_in_batch
 
 
 def token_scores(

@@ -21,6 +21,7 @@ class Delivery:
         router_logits: `[T, E]` of each layer, of the base model, for this loss.
         routes: int `[T, M, K]`, the experts that this loss counts, or None.
         replayed: routers that took `routed_experts`, in eager mode.
+        hidden_states: the base model's last, of a head that computes its loss in chunks.
     """
 
     reached_base: bool = False
@@ -28,3 +29,4 @@ class Delivery:
     router_logits: tuple[Tensor, ...] = ()
     routes: Tensor | None = None
     replayed: int = 0
+    hidden_states: Tensor | None = None

@@ -24,14 +24,14 @@ from flexvarlen.layout.labels import (
     LABELS,
     SAMPLE_COUNTS,
     int64_labels,
-    tree_loss,
     unpredicted_tokens,
 )
+from flexvarlen.layout.logprobs import tree_loss
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.parts import ModelParts
 
-Loss = Callable[[Tensor], Tensor]
+Loss = Callable[..., Tensor]
 
 
 class Targets(NamedTuple):
@@ -40,7 +40,7 @@ class Targets(NamedTuple):
     Attributes:
         labels: replace those among the arguments.
         withheld: names of arguments that the head must not get.
-        loss: logits -> the loss; None: the head's own.
+        loss: logits -> the loss, as `tree_loss`; None: the head's own.
     """
 
     labels: Inputs

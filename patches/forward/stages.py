@@ -10,6 +10,7 @@ from typing import Any
 from flexvarlen.patches.batch.image_runs import runs_finder
 from flexvarlen.patches.batch.labels import target_maker
 from flexvarlen.patches.batch.positions import position_maker
+from flexvarlen.patches.forward.chunked_loss import keep_hidden_states
 from flexvarlen.patches.forward.idle_tower import has_idle_tower, run_idle_tower
 from flexvarlen.patches.forward.padding import pad_outputs, unpad_batch, unpad_below_head
 from flexvarlen.patches.forward.pooling import (
@@ -69,6 +70,7 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
     weigh = weigh_tokens_or_defer if replays else weigh_tokens
     unpad = unpad_below_head_that_replays if replays else unpad_below_head
     fixed_size = settings.same_bits is not None
+    loses_in_chunks = settings.loss_chunk_tokens is not None
     pads = settings.unpad or below.labels == "document" or fixed_size
     may_pool = is_base and not parts.causal
     return Stages(
@@ -109,6 +111,7 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
         ),
         outputs=_those(
             (is_base and pads, pad_outputs),
+            (is_base and below != NO_HEAD and loses_in_chunks, keep_hidden_states),
             (may_pool, pool_outputs),
             (is_base and shares_router_loss, keep_router_logits),
             (is_base and replays, forget_routes),

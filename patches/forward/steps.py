@@ -84,7 +84,7 @@ def after_forward(module: nn.Module, inputs: Inputs, outputs: Any) -> None:
         return
     if ATTRIBUTE in base.__dict__ and row.several and not packed.delivery.reached_base:
         raise LostDocuments(HEAD_DROPPED_DOCUMENTS)
-    if row.targets.loss is not None:
+    if row.targets.loss is not None and outputs.get("loss") is None:  # not computed in chunks
         outputs["loss"] = row.targets.loss(outputs.logits) + router_loss(module, outputs)
 
 

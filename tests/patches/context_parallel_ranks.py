@@ -59,6 +59,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # the processes that share a ro
     "expert_parallel": (2, {"max_steps": 2, "save_strategy": "no"}),
     "sft_padding_free": (4, {"padding_free": True, "max_length": None, **TWICE, **EVALUATED}),
 }
+IN_CHUNKS = ("packed", "fsdp2", "streamed")  # the runs whose ranks have no logits of their tokens
 ROUTERS = ("packed", "sft_padding_free")  # the runs whose loss has one of routers
 
 
@@ -148,7 +149,10 @@ def shared(run: str, folder: str, ranks: int | None = None, **changes: Any) -> T
     """The trainer of a run that shares its rows."""
     datasets.disable_progress_bars()
     trainer = trainer_of(run, f"{folder}/{run}", **changes)
-    return fv.patch_trainer(trainer, "sdpa", context_parallel=ranks or RUNS[run][0])
+    options = {"context_parallel": ranks or RUNS[run][0]}
+    if run in IN_CHUNKS:
+        options["loss_chunk_tokens"] = 16
+    return fv.patch_trainer(trainer, "sdpa", **options)
 
 
 def learned(run: str, folder: str) -> Any:

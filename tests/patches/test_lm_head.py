@@ -57,6 +57,11 @@ def check(model, *, scaled=False, hidden_of=None):
             assert torch.allclose(bare().sums, expected, rtol=1e-2) != scaled
 
 
+def test_logits_are_not_the_first_output():
+    """Where the config asks for the logits of routers."""
+    check(new_model("mixtral", output_router_logits=True))
+
+
 @pytest.mark.parametrize("kind", SCALED)
 def test_a_family_that_changes_its_logits(kind):
     model = new_model(kind, **SCALED[kind])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
     (row,) = ranks.rows_of(case, 1)
     documents = _documents(case, row)
     first = first_step_alone(lambda: case.new_causal_lm(device), row, dtype=case.torch_dtype)
-    model = ranks.patched_model(case, device, sequence_parallel_group=dist.group.WORLD)
+    options = {"sequence_parallel_group": dist.group.WORLD, "loss_chunk_tokens": LOGIT_TOKENS}
+    model = ranks.patched_model(case, device, **options)
     wrapped = ranks.data_parallel(model, device)
     method: Method = "contiguous" if case.hybrid else "documents"
     loss = _step(wrapped, _shard(row, method, device))
@@ -123,23 +124,6 @@ def _trained(
     return "ok", None, measures
 
 
-class RowLoss(nn.Module):
-    """A model's loss with the logits of few tokens at a time, as those of a row fit on no GPU."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, shift_labels: Tensor, num_items_in_batch: Tensor, **inputs: Any
-    ) -> SimpleNamespace:
-        del inputs["labels"]
-        hidden = self.model.base_model(**inputs).last_hidden_state
-        head = self.model.get_output_embeddings()
-        logprobs = fv.token_logprobs(hidden, shift_labels, head=head, chunk_tokens=LOGIT_TOKENS)
-        return SimpleNamespace(loss=-logprobs.sum() / num_items_in_batch)
-
-
 def _against_one(
     case: SequenceCase,
     model: PreTrainedModel,
@@ -151,13 +135,12 @@ def _against_one(
 
     A time is that of the slowest rank; over all ranks it includes the sum of the gradients.
     """
-    on_one = RowLoss(model)
-    wrapped = ranks.data_parallel(on_one, device)
-
+    wrapped = ranks.data_parallel(model, device)
+    on_one = partial(fv.patched, model, case.backend, loss_chunk_tokens=LOGIT_TOKENS)
     losses: dict[str, Tensor] = {}
 
     def alone() -> None:
-        loss = on_one(**whole).loss
+        loss = model(**whole).loss
         loss.backward()
         losses["single_loss"] = loss.detach()
         model.zero_grad(set_to_none=True)
@@ -169,13 +152,13 @@ def _against_one(
     times: dict[str, list[float]] = {"single_ms": [], "ms_p50": []}
     peaks: dict[str, float | None] = {}
     for turn in range(WARMUP_STEPS + case.steps):
-        with fv.patched(model, case.backend):
+        with on_one():
             own = ranks.seconds_of(alone, device)
         both = ranks.largest([own * 1e3, ranks.seconds_of(together, device) * 1e3], device)
         if turn >= WARMUP_STEPS:
             for found, took in zip(times.values(), both, strict=True):
                 found.append(took)
-    with fv.patched(model, case.backend):
+    with on_one():
         peaks["single_peak_mib"] = peak_memory_mib(alone, device)
     peaks["peak_mib"] = peak_memory_mib(together, device)
     most = ranks.largest([peak or 0.0 for peak in peaks.values()], device)

@@ -19,7 +19,7 @@ from flexvarlen.bench.suites.training.preference_trainers import tokenizer
 from flexvarlen.bench.suites.training.ranks import LEARNING_RATE, Measured, largest, rows_of
 from flexvarlen.bench.suites.training.scaling_ranks import SharedTrainerCase
 from flexvarlen.bench.suites.training.texts import Document
-from flexvarlen.bench.suites.training.trainer import Clock
+from flexvarlen.bench.suites.training.trainer import LOGIT_TOKENS, Clock
 from flexvarlen.measure import memory_meaning
 
 WARMUP_STEPS = 2
@@ -90,10 +90,14 @@ def new_trainer(
     else:
         options = {"train_dataset": rows, "data_collator": fv.PackedCollator()}
         trainer = Trainer(model, TrainingArguments(**settings), **options)
-    if dist.get_world_size() > 1:
-        return fv.patch_trainer(trainer, case.backend, context_parallel=case.ranks)
-    fv.patch_model(model, case.backend)
-    return trainer
+    ranks = case.ranks if dist.get_world_size() > 1 else None
+    if ranks is None and variant == "sft":
+        fv.patch_model(model, case.backend)
+        return trainer
+    chunk = None if variant == "sft" else LOGIT_TOKENS
+    return fv.patch_trainer(
+        trainer, case.backend, context_parallel=ranks, loss_chunk_tokens=chunk
+    )
 
 
 def _sft_trainer(model: Any, settings: dict[str, Any], rows: list[list[Document]]) -> Trainer:
