@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -14,6 +15,7 @@ import peft
 import torch
 import torch.distributed as dist
 import trl
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset
@@ -23,6 +25,7 @@ from transformers import (
     DataCollatorWithPadding,
     Trainer,
     TrainingArguments,
+    modeling_utils,
 )
 from transformers.distributed import DistributedConfig
 
@@ -45,6 +48,10 @@ COMMON: dict[str, Any] = {
     "include_num_input_tokens_seen": "all",
 }
 TWICE, EVALUATED = {"gradient_accumulation_steps": 2}, {"eval_strategy": "epoch"}
+OFFLOADED = {  # checkpoints in host memory
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False, "offload": True},
+}
 UNDISPATCHED = {"accelerator_config": {"dispatch_batches": False}}
 SPLIT = {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": ROWS}
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # the processes that share a row, and settings
@@ -54,8 +61,8 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # the processes that share a ro
     "grouped": (4, {"train_sampling_strategy": "group_by_length"}),
     "streamed": (2, {"max_steps": 3, **UNDISPATCHED}),
     "sft_packing_lora": (2, {"packing": True, "max_length": TOKENS, **EVALUATED}),
-    "fsdp2": (2, {"max_steps": 2}),
-    "hybrid": (4, {"max_steps": 2}),
+    "fsdp2": (2, {"max_steps": 2, **OFFLOADED}),
+    "hybrid": (4, {"max_steps": 2, **OFFLOADED}),
     "expert_parallel": (2, {"max_steps": 2, "save_strategy": "no"}),
     "sft_padding_free": (4, {"padding_free": True, "max_length": None, **TWICE, **EVALUATED}),
 }
@@ -137,9 +144,15 @@ def trainer_of(run: str, folder: str, *, alone: bool = False, **changes: Any) ->
     return trainer
 
 
+def without_pinned_memory(**asked: Any) -> save_on_cpu:
+    """As there is none without an accelerator."""
+    return save_on_cpu()
+
+
 def trained(trainer: Trainer, checkpoint: str | None = None) -> Any:
     """What a trainer logs, and its weights."""
-    trainer.train(checkpoint)
+    with mock.patch.object(modeling_utils, "save_on_cpu", without_pinned_memory):
+        trainer.train(checkpoint)
     weights = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
     weights = {name: getattr(x, "full_tensor", x.clone)() for name, x in weights.items()}
     return trainer.state.log_history, weights
