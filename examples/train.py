@@ -11,6 +11,8 @@ otherwise.
     accelerate launch examples/train.py --steps 100      # a small Llama, on Python's help topics
     accelerate launch examples/train.py --model Qwen/Qwen3-1.7B --data texts/ --tokens 16384
     accelerate launch examples/train.py --model Qwen/Qwen3-1.7B --data chats.jsonl
+    accelerate launch examples/train.py --model ./my-model --data books/ --tokens 262144 \
+        --context-parallel 2 --offload --loss-chunk-tokens 4096
 """
 
 from __future__ import annotations
@@ -122,6 +124,10 @@ def main(
     backend: str = "auto",
     compile: Annotated[bool, typer.Option("--compile")] = False,
     checkpointing: Annotated[bool, typer.Option("--checkpointing")] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Checkpoints in host memory.")] = False,
+    loss_chunk_tokens: Annotated[
+        int | None, typer.Option(help="Whose logits exist at once.")
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="no, bf16, fp16.")] = None,
     save_every: int = 100,
     resume: Annotated[bool, typer.Option("--resume")] = False,
@@ -162,9 +168,11 @@ def main(
     lengths = [[len(document) for document in row] for row in rows]
 
     sharing = new_subgroups(context_parallel)[0] if context_parallel > 1 else None
-    fv.patch_model(network, backend, sequence_parallel_group=sharing)
-    if checkpointing:
-        network.gradient_checkpointing_enable({"use_reentrant": False})
+    fv.patch_model(
+        network, backend, sequence_parallel_group=sharing, loss_chunk_tokens=loss_chunk_tokens
+    )
+    if checkpointing or offload:
+        network.gradient_checkpointing_enable({"use_reentrant": False}, offload=offload)
     collate_row = fv.PackedCollator(
         total_tokens=tokens,
         capacity=max(map(len, lengths)),

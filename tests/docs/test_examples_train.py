@@ -151,7 +151,9 @@ def test_gradients_of_two_ranks_and_accumulation_are_of_the_mean_over_tokens(fol
 @pytest.mark.slow
 def test_two_ranks_that_share_rows_learn_what_one_process_does(folder, one_process):
     options = {"tokens": 64, "steps": 4, "accumulate": 2}
-    _, shared = two_ranks(folder, out=folder / "shared", context_parallel=2, **options)
+    _, shared = two_ranks(
+        folder, out=folder / "shared", context_parallel=2, loss_chunk_tokens=16, **options
+    )
     one_process("whole-rows", out=folder / "whole", **options)
     for ours, alone in zip(shared, log_of(folder / "whole"), strict=True):
         assert ours == pytest.approx(alone, rel=1e-5)
@@ -159,7 +161,7 @@ def test_two_ranks_that_share_rows_learn_what_one_process_does(folder, one_proce
 
 def test_one_process_has_another_order_each_epoch(folder, one_process):
     """And the gradients of all its rows, with four rows a step; a run begins its log anew."""
-    options = {"out": folder / "single", "accumulate": 4}
+    options = {"out": folder / "single", "accumulate": 4, "loss_chunk_tokens": 16}
     one_process("dry", **options, steps=1, save_every=9)
     shutil.rmtree(folder / "single" / "checkpoint-1")
     one_process("one", **options, steps=9)
