@@ -9,8 +9,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
+
+import torch
 
 import flexvarlen as fv
 from flexvarlen.patches.parts import ModelParts
@@ -81,6 +83,13 @@ def classify_images() -> None:
     model = AutoModelForSequenceClassification.from_config(config_of("qwen3_5"))
     batch = {name: x for name, x in row_of("images").items() if name != "labels"}
     fv.patch_model(model, "sdpa")(**batch)
+
+
+def replay_none(kind: str) -> None:
+    """Experts of an engine for a model without any."""
+    model = fv.patch_model(KINDS[kind].model(), "sdpa")
+    ids = torch.arange(3, 9)[None]
+    model(input_ids=ids, routed_experts=torch.zeros(1, 6, 2, 2).long())
 
 
 FEATURES = {
@@ -167,6 +176,33 @@ FEATURES = {
         | {"MoE, router loss": f"{ON_RANKS}[experts]", "hybrid": f"{ON_RANKS}[qwen3_5_text]"},
         RANKS,
     ),
+    "loss in chunks": Column(
+        {
+            **each(
+                "patches/forward/test_chunked_loss.py::test_each_kind_of_model[{}]",
+                {kind: kind for kind in KINDS if kind != "encoder"},
+            ),
+        },
+        {"loss_chunk_tokens": 32},
+    ),
+    "same bits": Column(
+        {
+            "dense": "patches/test_same_bits.py::"
+            "test_a_micro_batch_of_one_has_the_bits_of_one_of_eight[packed]",
+            **each(
+                "patches/test_same_bits.py::test_each_kind_of_model[{}]",
+                families("windows", "longrope", "hybrid"),
+            ),
+        },
+        {"same_bits": 512},
+    ),
+    "router replay": Column(
+        {
+            "MoE, router loss": "patches/forward/test_replay.py::"
+            "test_the_loss_of_routers_counts_the_experts_of_the_engine[packed-qwen3_moe]",
+        },
+        raises={kind: partial(replay_none, kind) for kind in KINDS if kind not in EXPERTS},
+    ),
     "generation": Column(
         {
             **each(
@@ -228,6 +264,9 @@ ASKED = {
     "compiled": "`torch.compile`; images layer by layer, and hybrids with graph breaks on a CPU",
     "DDP, FSDP2": "torch's own, on two processes",
     "context parallel": "`sequence_parallel_group`, one row on two to eight processes",
+    "loss in chunks": "`loss_chunk_tokens`, without the logits of all tokens",
+    "same bits": "`same_bits`, whatever else is in the row",
+    "router replay": "`routed_experts` of an inference engine",
     "generation": "`generate` of a patched model",
     "Trainer": "transformers' Trainer on packed rows",
     "SFT": "TRL's SFTTrainer with `padding_free=True`; of images, which TRL does not pack, padded "

@@ -113,6 +113,14 @@ def test_a_micro_batch_of_one_has_the_bits_of_one_of_eight(name):
     assert differ == {None: everything, size: 0}
 
 
+@pytest.mark.parametrize("kind", ["qwen3_windows", "phi3", "qwen3_5_text"])
+def test_each_kind_of_model(kind):
+    rows, model = documents(), model_by_rows(kind)
+    fv.patch_model(model, "sdpa", same_bits=SIZE)
+    alone = [by_document(model, packed([x]))[0] for x in rows]
+    assert all(map(torch.equal, alone, by_document(model, packed(rows))))
+
+
 def test_samples_that_share_a_prefix_are_one_document():
     """Those of one prompt have the same bits beside those of others, and in another order."""
     rng = torch.Generator().manual_seed(1)
