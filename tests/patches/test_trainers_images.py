@@ -227,8 +227,12 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "qwen2_5_vl") for name in CASES), ("sft", "qwen3_vl")]
-    + [(name, kind) for name in ("sft", "dpo", "grpo") for kind in ("qwen3_5", "gemma3")],
+    [*((name, "qwen2_5_vl") for name in CASES), ("sft", "qwen3_vl"), ("dpo", "gemma3")]
+    + [
+        pytest.param(name, kind, marks=pytest.mark.slow)
+        for name, kind in (("sft", "qwen3_5"), ("dpo", "qwen3_5"), ("grpo", "qwen3_5"))
+    ]
+    + [pytest.param(name, "gemma3", marks=pytest.mark.slow) for name in ("sft", "grpo")],
 )
 def test_a_run_learns_what_the_padded_one_learns(name, kind, tmp_path):
     check_run(CASES[name], tmp_path, kind=kind)

@@ -73,7 +73,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("tokens_per_part", [WHOLE, SMALL])
+@pytest.mark.parametrize("tokens_per_part", with_slow([WHOLE, SMALL], [WHOLE]))
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_learns_what_the_padded_one_learns(name, tokens_per_part, tmp_path):
     check_run(STEPS[name], tmp_path, share_prefixes=True, tokens_per_part=tokens_per_part)
@@ -82,7 +82,11 @@ def test_a_step_learns_what_the_padded_one_learns(name, tokens_per_part, tmp_pat
 @pytest.mark.parametrize(
     "name",
     with_slow(
-        OTHERS, ["grpo_across_steps", "grpo_generation_of_two_steps", "gmpo", "dpo_weighted"]
+        OTHERS,
+        {
+            *("grpo_across_steps", "grpo_generation_of_two_steps", "grpo_equal_rewards", "gmpo"),
+            *("dpo_weighted", "dpo_lora", "rloo_lora"),
+        },
     ),
 )
 def test_settings(name, tmp_path):

@@ -15,7 +15,6 @@ from torch.nn import Dropout
 from torch.nn.parallel import DistributedDataParallel
 
 import flexvarlen as fv
-from flexvarlen.bench.suites.training.trainer import fresh_accelerate
 from flexvarlen.measure import watch_compilation
 from flexvarlen.recurrent import layer_functions
 from flexvarlen.reference.model import Float64, float64_model
@@ -620,13 +619,13 @@ def test_what_has_no_logprobs_in_parts_raises():
         loss.backward()
 
 
+@pytest.mark.usefixtures("fresh_accelerate")
 def test_what_is_around_a_forward_is_not_lost():
     """The base model is called, so what wraps the model's own forward would not run."""
     shared, model = fv.share_prefixes(samples()), new("llama", "sdpa", torch.float32)
     with pytest.raises(NotImplementedError, match=r"compile\(\) on the base model"):
         fv.tree_logprobs(torch.compile(model, backend="eager"), shared)
-    with fresh_accelerate():
-        prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
     with pytest.raises(ValueError, match=r"inside accelerator\.autocast\(\)"):
         fv.tree_logprobs(prepared, shared, max_tokens=25)
 

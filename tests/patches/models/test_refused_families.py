@@ -94,8 +94,10 @@ def test_a_stateful_model_that_does_not_leak(name):
     layout = fv.PackedLayout.from_lengths([6, 14])
     if name == "minimax":
         row["position_ids"] = layout.position_ids()[None]
+    model = STATEFUL_MODELS[name]()
+    model.set_experts_implementation("batched_mm")  # others may round by how many tokens there are
     with pytest.raises(fv.IsolationError, match=r"document 0 .* leaks into document 1"):
-        fv.verify_isolation(STATEFUL_MODELS[name](), row, layout=layout, gradients=False)
+        fv.verify_isolation(model, row, layout=layout, gradients=False)
 
 
 def test_the_name_alone_on_a_stateful_model():

@@ -177,7 +177,7 @@ def test_leak_in_the_backward_alone_is_reported(llama, monkeypatch):
     assert "token gradients" in row["why"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("other", range(6, 9))
 def test_bits_that_do_not_come_again_are_no_leak(llama, monkeypatch, other):
     calls = itertools.count(1)
@@ -281,7 +281,7 @@ def rows(form, batch):
     ("batch", "expected"),
     [
         pytest.param(COLLATED, "right", id="collator"),
-        pytest.param(FLASH, "right", id="collator, cu_seq_lens"),
+        pytest.param(FLASH, "right", id="collator, cu_seq_lens", marks=pytest.mark.slow),
         pytest.param(chosen(COLLATED, "input_ids", "position_ids"), "leaks", id="default cache"),
         pytest.param(
             COLLATED | {"attention_mask": torch.ones_like(COLLATED["input_ids"])},
@@ -292,10 +292,13 @@ def rows(form, batch):
             {name: x for name, x in FLASH.items() if name != "position_ids"},
             "leaks",
             id="cu_seq_lens alone",
+            marks=pytest.mark.slow,
         ),
         pytest.param(chosen(COLLATED, "input_ids", "packed_layout"), "right", id="layout alone"),
         pytest.param(rows("padding_mask", padded_rows(left=False)), "right", id="padded rows"),
-        pytest.param(rows("position_ids", two_rows()), "right", id="two rows"),
+        pytest.param(
+            rows("position_ids", two_rows()), "right", id="two rows", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_plain_transformers_runs_other_than_the_batch_says(llama, batch, expected):
