@@ -43,8 +43,9 @@ class DocumentLogprobs(NamedTuple):
     """`[T]`: log-probability of the label at each token (predicted by the token before it); 0 where
     it does not count."""
     entropies: Tensor | None
-    """`[T]`: entropy, in nats, of the distribution that predicted each token; 0 where its label
-    does not count. None unless requested."""
+    """`[T]`: entropy, in nats, of the distribution that predicted each token, at the temperature
+    and over the tokens of the sampling mask; 0 where its label does not count. None unless
+    requested."""
 
 
 def document_logprobs(
@@ -69,14 +70,14 @@ def document_logprobs(
     Args:
         x: logits `[T, V]` or `[B, S, V]`; with `head`, hidden states `[T, H]` or `[B, S, H]`.
             B·S = T, on the layout's device.
-        labels: int64 `[B, S]` or `[T]`, aligned with the tokens as for transformers (not shifted);
-            -100 is ignored.
+        labels: int64 `[B, S]` or `[T]`, below V (not checked), aligned with the tokens as for
+            transformers (not shifted); -100 is ignored.
         layout: the documents.
         head: maps hidden states `[C, H]` to logits `[C, V]`: `flexvarlen.lm_head(model)`.
             `model.lm_head` lacks the scale or cap that some families apply after it; that of a
             patched model then raises.
         entropy: whether to compute `entropies` too.
-        temperature, sampling_mask: as in `token_logprobs`, but aligned with the labels.
+        temperature, sampling_mask: as in `token_logprobs`.
         chunk_tokens: C, at least 1.
 
     Returns:
@@ -87,7 +88,7 @@ def document_logprobs(
             lacks what its model does to the logits, the temperature or `chunk_tokens` is not
             positive, or a sampling mask lacks a label.
 
-    Differentiable once. No sync; traces under `fullgraph=True`.
+    Differentiable once. No sync, but one for a sampling mask; traces under `fullgraph=True`.
 
     >>> from flexvarlen import PackedLayout
     >>> layout = PackedLayout.from_lengths([3, 2])
@@ -99,9 +100,8 @@ def document_logprobs(
     x_TH, cu_seqlens = flat_tokens(x, layout), document_boundaries(layout)
     require_labels("labels", labels, layout.total_tokens, layout.device)
     labels_T = labels.reshape(-1).masked_fill(unpredicted_tokens(layout), IGNORE_INDEX)
-    kept_TK = checked_sampling_mask(sampling_mask, labels_T)
     next_T = labels_T.roll(-1)  # the row's first label, ignored, comes last
-    kept_TK = None if kept_TK is None else kept_TK.roll(-1, 0)
+    kept_TK = checked_sampling_mask(sampling_mask, next_T)
     names = ("log_probs", "entropy") if entropy else ("log_probs",)
     found = _by_chunk(x_TH, next_T, names, head, temperature, kept_TK, chunk_tokens)
     # From the position that predicts to the token that it predicts.
@@ -131,13 +131,14 @@ def token_logprobs(
 
     Args:
         x: with `head` hidden states `[..., H]`; without, logits `[..., V]`.
-        shift_labels: int64 `[...]`, the next token of each; -100 where none counts. From
-            `share_prefixes`, or from `shard_row`.
+        shift_labels: int64 `[...]`, the next token of each, below V (not checked); -100 where none
+            counts. From `share_prefixes`, or from `shard_row`.
         head: maps hidden states `[C, H]` to logits `[C, V]`: `flexvarlen.lm_head(model)`.
         temperature: by which the logits are divided, in fp32.
-        sampling_mask: int64 `[..., K]`, the ids of the tokens that the engine kept for each next
-            token, -1 after the last (`flexvarlen.sampling_masks`): the log-probabilities are then
-            normalised over these alone. A token without ids keeps the whole vocabulary.
+        sampling_mask: `[..., K]` of any integer dtype, the ids, below V (not checked), of the
+            tokens that the engine kept for each next token, -1 after the last
+            (`flexvarlen.sampling_masks`): the log-probabilities are then normalised over these
+            alone. A token without ids keeps the whole vocabulary.
         chunk_tokens: C, at least 1.
 
     Returns:

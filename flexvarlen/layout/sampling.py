@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,12 +31,13 @@ def sampling_masks(
     SGLang.
 
     Args:
-        kept: for each sample, for each token of its completion, the ids of the kept tokens.
+        kept: for each sample, for each token of its completion, the ids of the kept tokens, below V
+            (not checked); ids in any order; an empty list: the whole vocabulary.
         prompt_tokens: for each sample, the number of tokens of its prompt, at least 1.
 
     Returns:
         For each sample int64 `[L, K]`, L the tokens of prompt and completion: in row t the ids kept
-        for token t + 1, -1 after the last. Concatenate those of a packed row;
+        for token t + 1, ascending, -1 after the last. Concatenate those of a packed row;
         `SharedPrefixes.fold(masks, -1)` makes those of a row of trees.
 
     Raises:
@@ -59,7 +61,8 @@ def sampling_masks(
         prompt = require_int_at_least(f"prompt_tokens[{i}]", prompt, 1)
         mask_LK = torch.full((prompt + len(sample), widest), NO_TOKEN)
         for t, ids in enumerate(sample):
-            row = int64s(f"kept[{i}][{t}]", ids, "pass token ids")
+            # Sorted, as samples that share a token must have equal rows.
+            row = np.unique(int64s(f"kept[{i}][{t}]", ids, "pass token ids"))
             if (row < 0).any():
                 raise ValueError(
                     f"kept[{i}][{t}] must hold token ids, at least 0, got {row.min()}; pass "
@@ -83,7 +86,7 @@ def require_temperature(temperature: Any) -> float:
     return float(temperature)
 
 
-def checked_sampling_mask(sampling_mask: Any, labels_T: Tensor) -> Tensor | None:
+def checked_sampling_mask(sampling_mask: Any, next_T: Tensor) -> Tensor | None:
     """The mask as `[T, K]`. Reads the device once; in a compiled graph it asserts instead.
 
     Raises:
@@ -97,16 +100,16 @@ def checked_sampling_mask(sampling_mask: Any, labels_T: Tensor) -> Tensor | None
             f"{type(sampling_mask).__name__}; make it with flexvarlen.sampling_masks."
         )
     kept_TK = whole_numbers("sampling_mask", sampling_mask).flatten(0, -2)
-    if len(kept_TK) != len(labels_T):
+    if len(kept_TK) != len(next_T):
         raise ValueError(
-            f"sampling_mask must have ids for each of {len(labels_T)} tokens, got shape "
-            f"{tuple(sampling_mask.shape)}; align it with the labels."
+            f"sampling_mask must have ids for each of {len(next_T)} tokens, got shape "
+            f"{tuple(sampling_mask.shape)}; make it with flexvarlen.sampling_masks."
         )
-    masked_T = (labels_T != IGNORE_INDEX) & (kept_TK >= 0).any(1)
+    masked_T = (next_T != IGNORE_INDEX) & (kept_TK >= 0).any(1)
     raise_or_assert(
-        ~(masked_T & (kept_TK != labels_T[:, None]).all(1)).any(),
-        "sampling_mask must contain the label of its token, as an engine keeps the token that it "
-        "samples; align it with the labels.",
+        ~(masked_T & (kept_TK != next_T[:, None]).all(1)).any(),
+        "sampling_mask must contain the label that follows each token, as an engine keeps the "
+        "token that it samples; make it with flexvarlen.sampling_masks.",
     )
     return kept_TK
 

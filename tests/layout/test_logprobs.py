@@ -138,7 +138,7 @@ def test_a_token_is_normalised_over_others_than_the_engine_kept(dtype):
     torch.testing.assert_close(*grads)
     layout = PackedLayout.from_lengths([9])
     of_row = fv.document_logprobs(
-        logits, labels.roll(1), layout, temperature=0.7, sampling_mask=mask.roll(1, 0)
+        logits, labels.roll(1), layout, temperature=0.7, sampling_mask=mask
     )
     torch.testing.assert_close(of_row.per_token[1:], found[:-1])
 
@@ -148,7 +148,9 @@ def test_masks_of_an_engine_are_aligned_with_the_tokens_before():
     assert one.tolist() == [[-1, -1], [7, 8], [9, -1], [-1, -1]]
     assert other.tolist() == [[3, -1], [-1, -1]]
     shared = fv.share_prefixes([[5, 6, 7, 9], [5, 6, 8, 3]])
-    masks = fv.sampling_masks([[[7, 8], [9]], [[7, 8], [3, 1]]], prompt_tokens=[2, 2])
+    kept = [[[7, 8], [9]], [[8, 7], [3, 1]]]  # in any order, also of the token that both share
+    masks = fv.sampling_masks(kept, prompt_tokens=[2, 2])
+    assert masks[1].tolist() == [[-1, -1], [7, 8], [1, 3], [-1, -1]]
     row = shared.fold(masks, -1)
     assert row.shape == (1, shared.layout.total_tokens, 2)
     assert all(map(torch.equal, shared.unfold(row), masks))
