@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flexvarlen.patches.inner_model import transformers_model
-from flexvarlen.patches.parts import ModelParts
+from flexvarlen.patches.parts import base_of, name_of
 
 
 def lm_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -39,7 +39,7 @@ def lm_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     5
     """
     inner = transformers_model(model)
-    name = ModelParts.of(inner).base_name
+    name = name_of(base_of(inner), inner)
     if not name or inner.get_output_embeddings() is None:
         raise ValueError(
             "model must have a language-model head around its base model, got "

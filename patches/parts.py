@@ -95,8 +95,8 @@ class ModelParts:
             model_class=type(model),
             model_config=model.config,
             config=config,
-            base_name=_name_of(base, model),
-            text_name=_name_of(text, base),
+            base_name=name_of(base, model),
+            text_name=name_of(text, base),
             vision_name="" if vision is None else "visual",
             head=NO_HEAD,
             kinds=kinds_in(text, config),
@@ -184,7 +184,7 @@ def _part(whole: nn.Module, name: str) -> nn.Module:
     return part
 
 
-def _name_of(part: nn.Module, whole: nn.Module) -> str:
+def name_of(part: nn.Module, whole: nn.Module) -> str:
     """The attribute of a module that holds another, "" if both are the same."""
     return "" if part is whole else next(k for k, x in whole._modules.items() if x is part)
 

@@ -22,7 +22,7 @@ from flexvarlen.packing.prefixes import SharedPrefixes
 from flexvarlen.patches.api import current_patch
 from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.lm_head import lm_head
-from flexvarlen.patches.parts import ModelParts
+from flexvarlen.patches.parts import base_of
 from flexvarlen.trees.ranks import check_runs_in_parts, ranks_of
 from flexvarlen.trees.run import PartBatch, has_compiled, no_random_numbers
 
@@ -110,7 +110,7 @@ def tree_scores(
         raise ValueError(
             f"model must be patched, got {type(inner).__name__}; call fv.patch_model(model) first."
         )
-    base: Any = ModelParts.of(inner).base(inner)
+    base: Any = base_of(inner)
     _check_runs_as_its_forward(model, base, shared.input_ids.device.type)
     ranks = ranks_of(model)
     kept_TK = checked_sampling_mask(sampling_mask, shared.shift_labels[0])

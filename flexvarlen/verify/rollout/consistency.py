@@ -37,18 +37,19 @@ if TYPE_CHECKING:
 CAP = 2.0
 """Nats: the most that one token costs."""
 EXPECTED = 0.25
-"""Nats a token in the mean of a run that no honest drift reaches: sampled at bf16, ten times it."""
+"""Mean error in nats per token that no correct file reached; about ten times bf16 drift."""
 EVIDENCE = 4.0
 """Nats by which an explanation must be better in total: likelihoods that differ by 50 times."""
 TOKENS = 8
 """Tokens of the shortest run."""
 STANDARD_ERRORS = 6.0
-"""By which the mean gain of a token must exceed 0: the best of many runs is looked for."""
+"""The mean gain per token must exceed this many standard errors; high, because the best of many
+runs is chosen."""
 BETTER = 0.7
 """The cost that an explanation may leave, of what it explains."""
 SPREAD = 0.5
-"""Cost, of the mean deviation of the engine's log-probabilities, above which they are not of these
-tokens: log-probabilities of other tokens cost about 1 to 1.5 of it."""
+"""If the error exceeds this fraction of the log-probabilities' own mean deviation, they belong to
+other tokens (1 to 1.5 when shuffled)."""
 FACTORS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
 """Other temperatures, in multiples of the file's."""
 
@@ -79,8 +80,9 @@ def require_consistent(
     """
     require_vocabulary(base, responses)
 
-    def at_temperatures(logits: Tensor, ids: Tensor, heat: Tensor) -> Tensor:
-        others = [heat, torch.ones_like(heat), *(heat * factor for factor in FACTORS)]
+    def at_temperatures(logits: Tensor, ids: Tensor, temperatures: Tensor) -> Tensor:
+        factors = (temperatures * factor for factor in FACTORS)
+        others = [temperatures, torch.ones_like(temperatures), *factors]
         return torch.stack([chosen_logprobs(logits, ids, each) for each in others], dim=1)
 
     every = trainer_logprobs(backend, base, responses, tokens, score=at_temperatures)
@@ -102,13 +104,13 @@ def explanations(responses: Sequence[Response], every: Tensor) -> list[Explanati
     after = torch.cat([torch.cat([piece[1:], nothing]) for piece in pieces])
     before = torch.cat([torch.cat([nothing, piece[:-1]]) for piece in pieces])
     shift = "shift them by one token"
-    heat = torch.tensor([each.temperature for each in responses for _ in each.completion])
+    temperatures = torch.tensor([each.temperature for each in responses for _ in each.completion])
     found = [
         Explanation("log-probabilities of the tokens after their own (off by one)", shift, after),
         Explanation("log-probabilities of the tokens before their own (off by one)", shift, before),
     ]
     for factor, logprobs in zip((None, *FACTORS), every[:, 1:].unbind(1), strict=True):
-        same = heat == 1 if factor is None else heat * factor == 1
+        same = temperatures * (factor or 1) == 1
         if factor is None and bool(same.all()):
             continue
         at = "1" if factor is None or bool(same.all()) else f"{factor:g} times the file's"

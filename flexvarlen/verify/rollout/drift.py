@@ -1,7 +1,7 @@
 """Suite "drift-rollout": a model's log-probabilities of an engine's responses, beside the engine's.
 
-Each backend runs in each pass of `PASSES`, which change one thing or several: the batch, the dtype
-of the head, that of the whole model. The pass "packed" of the backend `reference` tells what
+Each backend runs in each pass of `PASSES`, which change one thing: the batch, the dtype of the
+head, that of the whole model. The pass "packed" of the backend `reference` tells what
 attention does, the pass "alone" what the batch does.
 """
 
@@ -37,18 +37,16 @@ class Pass(NamedTuple):
     """How a backend runs."""
 
     packed: bool
-    wide_head: bool = False
-    wide_model: bool = False
+    fp32_head: bool = False
+    fp32_model: bool = False
 
 
-PACKED, ALONE, WIDE_HEAD, WIDE_MODEL = "packed", "alone", "packed, fp32 head", "packed, fp32 model"
+PACKED, ALONE, FP32_HEAD, FP32_MODEL = "packed", "alone", "packed, fp32 head", "packed, fp32 model"
 PASSES = {
     PACKED: Pass(True),
     ALONE: Pass(False),
-    WIDE_HEAD: Pass(True, wide_head=True),
-    "alone, fp32 head": Pass(False, wide_head=True),
-    WIDE_MODEL: Pass(True, wide_model=True),
-    "alone, fp32 model": Pass(False, wide_model=True),
+    FP32_HEAD: Pass(True, fp32_head=True),
+    FP32_MODEL: Pass(True, fp32_model=True),
 }
 
 
@@ -79,9 +77,9 @@ class RolloutCase:
 
     def data(self) -> dict[str, Any]:
         """The case as data of a record."""
-        heat = sorted({each.temperature for each in self.responses})
+        temperatures = sorted({each.temperature for each in self.responses})
         names = ("model", "dtype", "file", "crc32", "tokens")
-        return {name: getattr(self, name) for name in names} | {"temperatures": heat}
+        return {name: getattr(self, name) for name in names} | {"temperatures": temperatures}
 
 
 class RolloutDrift(GivenCases[RolloutCase]):
@@ -98,19 +96,19 @@ class RolloutDrift(GivenCases[RolloutCase]):
     def measure(self, case: RolloutCase, variants: Sequence[str], options: Options) -> Findings:
         """How far each run is from the engine, and from the run that it changes one thing of."""
         model = case.load()
-        wide = model.dtype == torch.float32
+        in_fp32 = model.dtype == torch.float32
         engine = [x for each in case.responses for x in each.logprobs]
         expected = torch.tensor(engine, dtype=torch.float64)
         runs: dict[tuple[str, str], Tensor] = {}
 
         def run(of: str) -> Callable[[str], Finding]:
             how = PASSES[of]
-            base = own_parameters(model, torch.float32) if how.wide_model else model
+            base = own_parameters(model, torch.float32) if how.fp32_model else model
             tokens = case.tokens if how.packed else 0
 
             def measured(name: str) -> Finding:
                 found = trainer_logprobs(
-                    name, base, case.responses, tokens, wide_head=how.wide_head
+                    name, base, case.responses, tokens, fp32_head=how.fp32_head
                 )
                 runs[of, name] = found
                 if not bool(found.isfinite().all()):
@@ -126,7 +124,9 @@ class RolloutDrift(GivenCases[RolloutCase]):
 
         # The reference first: in the pass "packed" the others are compared with it.
         names = sorted(variants, key=lambda name: name != REFERENCE)
-        passes = [of for of, how in PASSES.items() if not (wide and (how[1] or how[2]))]
+        passes = [
+            of for of, how in PASSES.items() if not (in_fp32 and (how.fp32_head or how.fp32_model))
+        ]
         return measure_passes(case.name, names, {of: run(of) for of in passes}, options.device)
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flexvarlen.packing.pack import pack
 from flexvarlen.patches.lm_head import lm_head
-from flexvarlen.patches.parts import ModelParts
+from flexvarlen.patches.parts import base_of
 from flexvarlen.reference.model import share
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.variant import Sizes, make_variant
@@ -32,22 +33,18 @@ def rows_of(
     responses: Sequence[Response], tokens: int
 ) -> Iterator[tuple[PackedBatch, Sequence[Response]]]:
     """Responses one after another in rows of at most `tokens`, at least one in a row; 0: alone."""
-    group: list[Response] = []
-    for each in [*responses, None]:
-        length = 0 if each is None else len(each.prompt) + len(each.completion)
-        held = sum(len(x.prompt) + len(x.completion) for x in group)
-        if group and (each is None or held + length > tokens):
-            ids = [token for x in group for token in (*x.prompt, *x.completion)]
-            lengths = tuple(len(x.prompt) + len(x.completion) for x in group)
-            yield PackedBatch(torch.tensor([ids], device="cpu"), lengths), group
-            group = []
-        group += [] if each is None else [each]
+    size = max(tokens, 1)  # in which a longer response fills a row
+    lengths = [len(x.prompt) + len(x.completion) for x in responses]
+    for row in pack([min(n, size) for n in lengths], size, strategy="in_order"):
+        group = [responses[i] for i in row]
+        ids = [token for x in group for token in (*x.prompt, *x.completion)]
+        yield PackedBatch(torch.tensor([ids], device="cpu"), tuple(lengths[i] for i in row)), group
 
 
 def chosen_logprobs(logits_nV: Tensor, ids_n: Tensor, temperature_n: Tensor) -> Tensor:
     """`[n]` in at least fp32: what sampling at these temperatures gives the ids."""
-    wide = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
-    logp_nV = (wide / temperature_n[:, None]).log_softmax(-1)
+    logits_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+    logp_nV = (logits_nV / temperature_n[:, None]).log_softmax(-1)
     return logp_nV.gather(1, ids_n[:, None])[:, 0]
 
 
@@ -58,7 +55,7 @@ def trainer_logprobs(
     responses: Sequence[Response],
     tokens: int,
     *,
-    wide_head: bool = False,
+    fp32_head: bool = False,
     score: Score = chosen_logprobs,
 ) -> Tensor:
     """`[N, …]` on the CPU, in fp64: the score of each token of the completions.
@@ -67,7 +64,7 @@ def trainer_logprobs(
         name: a variant's name, as in `make_variant`.
         base: the model, which is not patched.
         tokens: of a packed row; 0: each response in a forward of its own.
-        wide_head: whether the head multiplies in fp32.
+        fp32_head: whether the head multiplies in fp32.
 
     Raises:
         Unsupported: the variant cannot run here.
@@ -75,11 +72,10 @@ def trainer_logprobs(
     rows = list(rows_of(responses, tokens))
     sizes = Sizes.of(*(row for row, _ in rows))
     variant = make_variant(name, base, sizes, train=False)
-    head = _wide_head(base) if wide_head else lm_head(base)
-    found = []
+    head = _fp32_head(base) if fp32_head else lm_head(base)
+    model, found = base_of(variant.model), []
     for cpu_row, group in rows:
         row = cpu_row.to(base.device)
-        model = ModelParts.of(variant.model).base(variant.model)
         inputs = variant.forward(row, input_ids=row.input_ids).inputs
         hidden_TH = model(**inputs).last_hidden_state[0]
         at = torch.cat(
@@ -88,15 +84,15 @@ def trainer_logprobs(
                 for (start, end), x in zip(row.spans(), group, strict=True)
             ]
         ).to(base.device)
-        heat = torch.tensor([x.temperature for x in group for _ in x.completion])
-        parts = (x.split(CHUNK_TOKENS) for x in (at, heat.to(base.device)))
-        for tokens_n, heat_n in zip(*parts, strict=True):
+        temperatures = torch.tensor([x.temperature for x in group for _ in x.completion])
+        parts = (x.split(CHUNK_TOKENS) for x in (at, temperatures.to(base.device)))
+        for tokens_n, temperature_n in zip(*parts, strict=True):
             logits = head(hidden_TH[tokens_n - 1])
-            found.append(score(logits, row.input_ids[0, tokens_n], heat_n).double().cpu())
+            found.append(score(logits, row.input_ids[0, tokens_n], temperature_n).double().cpu())
     return torch.cat(found)
 
 
-def _wide_head(base: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+def _fp32_head(base: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """The head on fp32 states with its weights in fp32; the model keeps its own."""
     model = share(base)
     output: Any = model.get_output_embeddings()

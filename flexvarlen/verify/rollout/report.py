@@ -13,10 +13,10 @@ from flexvarlen.report.table import NOTHING, Column, Table, number, share
 from flexvarlen.verify.experiment.variant import is_ours
 from flexvarlen.verify.rollout.drift import (
     ALONE,
+    FP32_HEAD,
+    FP32_MODEL,
     PACKED,
     REFERENCE,
-    WIDE_HEAD,
-    WIDE_MODEL,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ AS_CLOSE = 1.02
 def closest(records: Sequence[Record]) -> list[Record]:
     """The records nearest to the engine, the nearest first."""
     ranked = sorted(records, key=lambda r: r.measures[DISTANCE])
-    return [r for r in ranked if _far(r) <= AS_CLOSE * _far(ranked[0])]
+    return [r for r in ranked if _distance(r) <= AS_CLOSE * _distance(ranked[0])]
 
 
 def causes(records: Sequence[Record]) -> tuple[Record, dict[str, Record]]:
@@ -39,7 +39,7 @@ def causes(records: Sequence[Record]) -> tuple[Record, dict[str, Record]]:
 
     Of attention these are the reference, and the nearest other one.
     """
-    packed = sorted((r for r in records if r.case["pass"] == PACKED), key=_far)
+    packed = sorted((r for r in records if r.case["pass"] == PACKED), key=_distance)
     ours = [r for r in packed if is_ours(r.case["variant"]) and r.case["variant"] != REFERENCE]
     base = (ours or packed)[0]
     own = {r.case["pass"]: r for r in records if r.case["variant"] == base.case["variant"]}
@@ -47,7 +47,7 @@ def causes(records: Sequence[Record]) -> tuple[Record, dict[str, Record]]:
     nearest = [r for r in others if r.case["variant"] != REFERENCE][:1]
     exact = [r for r in others if r.case["variant"] == REFERENCE]
     found = {f"{r.case['variant']} attention": r for r in (*nearest, *exact)}
-    names = {"fp32 head": WIDE_HEAD, "each alone": ALONE, "fp32 model": WIDE_MODEL}
+    names = {"fp32 head": FP32_HEAD, "each alone": ALONE, "fp32 model": FP32_MODEL}
     return base, found | {name: own[of] for name, of in names.items() if of in own}
 
 
@@ -59,14 +59,14 @@ def sentence(records: Sequence[Record]) -> str:
         m, names = near[0].measures, "; ".join(map(_name, near[:3]))
         said.append(
             f"{own[0].case['file']}: closest to the engine: {names} (rms of the log-ratio "
-            f"{number(_far(near[0]))}, {share(m['outside_0.8_1.2'])} of {m['completion_tokens']:,} "
-            f"tokens outside 0.8 to 1.2, {share(m['outside_0.9_1.1'])} outside 0.9 to 1.1, KL "
-            f"{number(m['kl_k3'])})."
+            f"{number(_distance(near[0]))}, {share(m['outside_0.8_1.2'])} of "
+            f"{m['completion_tokens']:,} tokens outside 0.8 to 1.2, "
+            f"{share(m['outside_0.9_1.1'])} outside 0.9 to 1.1, KL {number(m['kl_k3'])})."
         )
         parts = [f"{name} {_change(base, r)}" for name, r in changed.items()]
         if parts:
             said.append(
-                f"Of the mean square of {_name(base)} (rms {number(_far(base))}): "
+                f"Of the mean square of {_name(base)} (rms {number(_distance(base))}): "
                 f"{', '.join(parts)}."
             )
     return " ".join(said)
@@ -78,7 +78,7 @@ def section(records: Sequence[Record]) -> str:
     for own in _files([r for r in records if r.status == "ok"]):
         base, changed = causes(own)
         for name, r in {f"our `{base.case['variant']}`, packed": base, **changed}.items():
-            text = f"{number(_far(r))} ({share(r.measures['outside_0.9_1.1'])})"
+            text = f"{number(_distance(r))} ({share(r.measures['outside_0.9_1.1'])})"
             cells.setdefault(name, {})[own[0].case["file"].partition(".")[0]] = text
     files = list(dict.fromkeys(file for line in cells.values() for file in line))
     columns = [Column("changed", lambda line: line[0])]
@@ -104,7 +104,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
         first, (base, changed) = closest(own)[0], causes(own)
         finding = f"{_name(first)} is closest to the engine"
         if changed:
-            cause, run = min(changed.items(), key=lambda one: _far(one[1]))
+            cause, run = min(changed.items(), key=lambda one: _distance(one[1]))
             finding += f"; of the difference of {_name(base)}, {cause} {_change(base, run)}"
         caption = (
             f"{own[0].case['file']}: {first.measures['completion_tokens']:,} tokens of "
@@ -123,7 +123,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
 
 def _bars(axes: Axes, records: dict[str, Record], variant: str = "") -> None:
     colors = [style_of(variant or r.case["variant"]).color for r in records.values()]
-    values = {name: _far(r) for name, r in records.items()}
+    values = {name: _distance(r) for name, r in records.items()}
     texts = [number(x) for x in values.values()]
     bars(axes, values, label="rms of log(trainer ÷ engine), nats", colors=colors, texts=texts)
 
@@ -133,9 +133,9 @@ def _files(records: Sequence[Record]) -> list[list[Record]]:
     return list(grouped_by(records, lambda r: tuple(r.case[key] for key in keys)).values())
 
 
-def _far(record: Record) -> float:
-    distance: float = record.measures[DISTANCE]
-    return distance
+def _distance(record: Record) -> float:
+    found: float = record.measures[DISTANCE]
+    return found
 
 
 def _name(record: Record) -> str:
@@ -149,7 +149,7 @@ def _change(base: Record, record: Record) -> str:
     >>> _change(*of), _change(*reversed(of)), _change(of[0], of[0])
     ('removes 75.00%', 'adds 300%', 'changes nothing')
     """
-    left = (_far(record) / _far(base)) ** 2 if _far(base) else 1.0
+    left = (_distance(record) / _distance(base)) ** 2 if _distance(base) else 1.0
     if left == 1:
         return "changes nothing"
     return f"removes {share(1 - left)}" if left < 1 else f"adds {share(left - 1)}"

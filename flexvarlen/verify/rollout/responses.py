@@ -18,10 +18,9 @@ RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 MODES = (RAW, PROCESSED)
 """vLLM's names of log-probabilities: of the model's logits; after temperature and processors."""
 
-PROCESSORS: dict[str, tuple[Any, ...]] = {
-    "top_k": (0, -1),
-    "top_p": (1,),
-    "min_p": (0,),
+TRUNCATIONS: dict[str, tuple[Any, ...]] = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
+"""Processors that keep some tokens alone, as `PROCESSORS`."""
+PROCESSORS: dict[str, tuple[Any, ...]] = TRUNCATIONS | {
     "repetition_penalty": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -57,7 +56,7 @@ class Response:
     temperature: float
 
 
-class Given(NamedTuple):
+class ParsedCompletion(NamedTuple):
     """What a reader finds of one completion, not yet checked."""
 
     prompt: Any
@@ -68,11 +67,11 @@ class Given(NamedTuple):
 Values = Mapping[str, Any]
 
 
-def _plain(line: Values) -> Iterator[Given]:
-    yield Given(line.get("prompt_ids"), line["completion_ids"], line.get("logprobs"))
+def _plain(line: Values) -> Iterator[ParsedCompletion]:
+    yield ParsedCompletion(line.get("prompt_ids"), line["completion_ids"], line.get("logprobs"))
 
 
-def _vllm(line: Values) -> Iterator[Given]:
+def _vllm(line: Values) -> Iterator[ParsedCompletion]:
     for each in line["outputs"]:
         ids, found = each.get("token_ids"), each.get("logprobs")
         if isinstance(found, list) and isinstance(ids, list):
@@ -86,10 +85,10 @@ def _vllm(line: Values) -> Iterator[Given]:
                 )
             found = [x["logprob"] if isinstance(x, Mapping) else x for x in chosen]
             found += [math.nan] * (len(each["logprobs"]) - len(found))
-        yield Given(line.get("prompt_token_ids"), ids, found)
+        yield ParsedCompletion(line.get("prompt_token_ids"), ids, found)
 
 
-def _openai(line: Values) -> Iterator[Given]:
+def _openai(line: Values) -> Iterator[ParsedCompletion]:
     for each in line["choices"]:
         prompt = each.get("prompt_token_ids") or line.get("prompt_token_ids")
         found: Any = each.get("logprobs") or {}
@@ -97,10 +96,10 @@ def _openai(line: Values) -> Iterator[Given]:
         by_token = found.get("token_logprobs")
         if content is not None:
             by_token = [token.get("logprob") for token in content]
-        yield Given(prompt, each.get("token_ids"), by_token)
+        yield ParsedCompletion(prompt, each.get("token_ids"), by_token)
 
 
-def _sglang(line: Values) -> Iterator[Given]:
+def _sglang(line: Values) -> Iterator[ParsedCompletion]:
     about = line["meta_info"]
     triples: Any = about.get("output_token_logprobs") or []
     named = [triple[1] for triple in triples]
@@ -113,7 +112,7 @@ def _sglang(line: Values) -> Iterator[Given]:
             )
     prompt = line.get("input_ids") or line.get("prompt_ids")
     prompt = prompt or [triple[1] for triple in about.get("input_token_logprobs") or []]
-    yield Given(prompt, ids, [triple[0] for triple in triples] or None)
+    yield ParsedCompletion(prompt, ids, [triple[0] for triple in triples] or None)
 
 
 class Reader(NamedTuple):
@@ -124,19 +123,25 @@ class Reader(NamedTuple):
         read: its completions.
         mode: what its log-probabilities are by default; None: the engine has a setting for it.
         ask: how to ask the engine for ids and log-probabilities.
+        truncated: whether top_k, top_p and min_p change its log-probabilities.
     """
 
     key: str
-    read: Callable[[Values], Iterator[Given]]
+    read: Callable[[Values], Iterator[ParsedCompletion]]
     mode: str | None
     ask: str
+    truncated: bool = True
 
 
 READERS = (
     Reader("outputs", _vllm, None, "SamplingParams(logprobs=0) of vLLM"),
     Reader("choices", _openai, None, "logprobs and return_token_ids of vLLM's server"),
     Reader(
-        "meta_info", _sglang, PROCESSED, "return_logprob=True and logprob_start_len=0 of SGLang"
+        "meta_info",
+        _sglang,
+        PROCESSED,
+        "return_logprob=True and logprob_start_len=0 of SGLang",
+        truncated=False,  # since SGLang 0.4.7; read in srt/layers/sampler.py of 0.5.23
     ),
     Reader("completion_ids", _plain, PROCESSED, "prompt_ids, completion_ids and logprobs"),
 )
@@ -172,6 +177,7 @@ class Sampling:
             name: said[name]
             for name, neutral in PROCESSORS.items()
             if said.get(name) is not None and said[name] not in neutral
+            if reader.truncated or name not in TRUNCATIONS
         }
         if mode is None and (changes or temperature not in (1, None)):
             raise ValueError(
@@ -242,7 +248,7 @@ def _parsed(text: str) -> tuple[Values, Reader]:
     )
 
 
-def _checked(line: int, given: Given, reader: Reader, temperature: float) -> Response:
+def _checked(line: int, given: ParsedCompletion, reader: Reader, temperature: float) -> Response:
     for name, ids in (("prompt", given.prompt), ("completion", given.completion)):
         if not isinstance(ids, list) or not ids:
             raise ValueError(f"ids of a {name}, got {ids!r:.60}; ask for {reader.ask}")

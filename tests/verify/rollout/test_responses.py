@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from flexvarlen.verify.rollout.responses import PROCESSORS, Response, Sampling, read_responses
+from flexvarlen.verify.rollout.responses import (
+    PROCESSORS,
+    TRUNCATIONS,
+    Response,
+    Sampling,
+    read_responses,
+)
 from tests.sentences import failed_refusals, is_one_sentence
 
 PLAIN = {"prompt_ids": [5, 6], "completion_ids": [7, 8], "logprobs": [-0.5, -1.5]}
@@ -71,6 +77,12 @@ def test_shape_of_an_engine_is_read_wrongly(read, line):
     assert read(processed, mode="processed_logprobs")[0].temperature == 0.5
 
 
+@pytest.mark.parametrize("name", TRUNCATIONS)
+def test_truncated_sampling_of_sglang_is_refused(read, name):
+    """Its log-probabilities are of the whole vocabulary."""
+    assert read(SGLANG | {"sampling_params": {"temperature": 0.5, name: 0.37}})
+
+
 def test_samples_of_one_prompt_are_lost(read):
     two = VLLM | {"outputs": VLLM["outputs"] * 2}
     assert [each.line for each in read(two, temperature=1.0)] == [1, 1]
@@ -117,6 +129,9 @@ REFUSED = (
      changed(CHAT, temperature=1.0, top_p=0.9)),
     *((f"responses must have log-probabilities over the whole vocabulary, got those after {name}",
        changed(HEATED, **{name: 0.37})) for name in PROCESSORS),
+    *((f"responses must have log-probabilities over the whole vocabulary, got those after {name}",
+       changed(SGLANG, temperature=1.0, **{name: 0.37}))
+      for name in PROCESSORS.keys() - TRUNCATIONS.keys()),
     ("responses must have a line", ""),
 )  # fmt: skip
 
