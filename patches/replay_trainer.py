@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flexvarlen.layout.routed_experts import OWN_CHOICE, ROUTED_EXPERTS, routes_of_samples
+from flexvarlen.upstream import why_absent
 
 _EXTRA_FIELDS = 5  # their index in what GRPOTrainer._generate returns
 
@@ -39,6 +40,7 @@ class _RolloutReplay:
     """The experts of the rollout that a trainer scores, or of the batch that it learns from."""
 
     def __init__(self, trainer: Any) -> None:
+        self._class = next(x for x in type(trainer).__mro__ if "_generate" in vars(x))
         self._generate = trainer._generate
         self._generate_and_score = trainer._generate_and_score_completions
         self._compute_loss = trainer.compute_loss
@@ -51,9 +53,17 @@ class _RolloutReplay:
         trainer._get_per_token_logps_and_entropies = self.logps
 
     def generate(self, prompts: list[Any]) -> Any:
-        """TRL's, of which the routes are kept: rewards have no use for them."""
+        """TRL's, of which the routes are kept: rewards have no use for them.
+
+        Raises:
+            NotImplementedError: this TRL returns no dict of extra fields at the known index.
+        """
         found = self._generate(prompts)
-        routes = found[_EXTRA_FIELDS].pop(ROUTED_EXPERTS, None)
+        extra_fields = found[_EXTRA_FIELDS] if len(found) > _EXTRA_FIELDS else None
+        if not isinstance(extra_fields, dict):
+            name = f"_generate()[{_EXTRA_FIELDS}]"
+            raise NotImplementedError(why_absent(self._class, name, "routed_experts"))
+        routes = extra_fields.pop(ROUTED_EXPERTS, None)
         self._rollout = None if routes is None else _Rollout(found[0], found[1], routes)
         return found
 

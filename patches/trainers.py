@@ -95,7 +95,7 @@ def patch_trainer(
             batches of shuffled completions cannot contain two of each prompt; with
             `tokens_per_part`, another trainer, or `share_prefixes=False`; with `context_parallel`,
             the trainer makes padded batches, or a setting needs whole rows; with `same_bits`, no
-            size is known.
+            size is known, or `tokens_per_part` or `context_parallel` is given too.
         SameBitsError: with `same_bits`, a model's outputs for a document have other bits in another
             row. All models are then unchanged.
         NotImplementedError: a model cannot be patched (see `patch_model`), or a setting cannot be

@@ -3,8 +3,8 @@
 A router's output hook replaces its choice where the batch has one, and computes their weights by
 the router's rule (`patches/models/routers.py`), so with gradients. Layers pass their routers no
 keywords. In eager mode a layer's attention, which gets the forward's `PackedForward` and runs
-before the router, also where a checkpoint is recomputed, hands it on; a compiled graph, in which a
-checkpoint may change nothing outside it, reads it from an object that all routers share.
+before the router, also where a checkpoint is recomputed, passes it to the router; a compiled graph,
+in which a checkpoint may change nothing outside it, reads it from an object that all routers share.
 
 Shapes: B rows of S tokens, T = B·S; M layers with experts, of which K for each token.
 """
@@ -65,14 +65,14 @@ class _OfRouter:
     of_graph: _OfGraph
 
 
-class _Handed(threading.local):
+class _Current(threading.local):
     """What the attention of this thread's last layer with experts was given, while that lives."""
 
     def __init__(self) -> None:
         self.context: weakref.ref[PackedForward] | None = None
 
 
-_handed = _Handed()
+_current = _Current()
 
 
 # ---- patching ----
@@ -91,7 +91,7 @@ def patch_routers(tower: nn.Module, routers: Routers | None) -> None:
         found.module.register_forward_hook(_replay, prepend=True)
         for mixer in found.mixers:
             vars(mixer)[_REPLAY] = of_graph
-            mixer.register_forward_pre_hook(_hand_on, with_kwargs=True, prepend=True)
+            mixer.register_forward_pre_hook(_pass_on, with_kwargs=True, prepend=True)
 
 
 def unpatch_routers(tower: nn.Module) -> None:
@@ -101,7 +101,7 @@ def unpatch_routers(tower: nn.Module) -> None:
         if vars(module).pop(_REPLAY, None) is None:
             continue
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for number in [n for n, hook in hooks.items() if hook in (_replay, _hand_on)]:
+            for number in [n for n, hook in hooks.items() if hook in (_replay, _pass_on)]:
                 del hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
 
@@ -205,7 +205,7 @@ def forget_routes(module: Any, packed: PackedForward, outputs: Any) -> None:
 # ---- hooks ----
 
 
-def _hand_on(mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _pass_on(mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Before a layer's attention: keep what it was given for the layer's router."""
     given = kwargs.get(CONTEXT, kwargs.get(DOCUMENTS))
     context = given if isinstance(given, PackedForward) and given.row.routes is not None else None
@@ -214,7 +214,7 @@ def _hand_on(mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if of_graph.routes is not routes:  # of layers that are compiled one by one
             of_graph.routes = routes
     else:
-        _handed.context = None if context is None else weakref.ref(context)
+        _current.context = None if context is None else weakref.ref(context)
 
 
 def _replay(router: nn.Module, args: Any, output: Any) -> Any:
@@ -242,7 +242,7 @@ def _routes_of(router: nn.Module) -> Tensor | None:
     Raises:
         NotImplementedError: a checkpoint computes the router again without its layer's attention.
     """
-    reference, _handed.context = _handed.context, None
+    reference, _current.context = _current.context, None
     context = None if reference is None else reference()
     if torch._C._current_graph_task_id() == -1:
         vars(router)[_REPLAYED] = context is not None

@@ -1,6 +1,6 @@
-"""`same_bits`: packed rows, and the rows of a head's matrix products, of one number of tokens.
+"""`same_bits`: pad every packed row, and every matrix product of a head, to one number of tokens.
 
-Kernels of matrix products are chosen by the number of their rows, and sum in an order of their own.
+Matrix-product kernels are chosen by the number of rows, and differ in the order of summation.
 
 Shapes: B rows of S tokens; T = `same_bits` tokens of the packed row.
 """

@@ -1,4 +1,4 @@
-"""Whether a document's outputs have the same bits in other rows: at other offsets, among others.
+"""Whether a document's outputs have the same bits at other offsets, beside other documents.
 
 Shapes: T tokens of the row; n of its documents. A tree is one document here.
 """
@@ -24,7 +24,7 @@ _FOLLOW_THE_DOCUMENTS = (*BOUNDARIES, "position_ids", "attention_mask", "input_i
 
 
 class Row(NamedTuple):
-    """Other documents of a row, in other places.
+    """A rearrangement of the batch's documents.
 
     Attributes:
         name: what is different, in words.

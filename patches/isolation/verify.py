@@ -93,7 +93,8 @@ def verify_isolation(
             effect depends on the row; ranks share the row.
         ValueError: there are fewer than two documents, or no outputs for each token; outputs or
             gradients are not finite; outputs do not change with the tokens, or differ between two
-            runs of the same batch.
+            runs of the same batch; with `same_bits`, the model is not patched, the batch has more
+            than text and boundaries, or one document fills the row.
 
     >>> from flexvarlen.verify.experiment.batch import PackedBatch
     >>> from flexvarlen.verify.models import build_model

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product, starmap
 from typing import Any, NamedTuple
@@ -153,28 +152,30 @@ class _MakesWeights:
 
 
 _SCORES = (_softmax_of_all, _softmax_of_chosen, _sigmoid)
-_ADDED = (None, 0.0, 1e-20, 1e-12, 1e-9, 1e-6)
-_FACTORS = ("routed_scaling_factor", "route_scale", "scaling_factor")
+_ADDED = (None, 0.0, 1e-20, 1e-6)  # 0: Mixtral; 1e-20: DeepSeek-V3, GLM-4-MoE; 1e-6: LFM2-MoE
+_FACTOR = "routed_scaling_factor"  # DeepSeek-V3, GLM-4-MoE, LFM2-MoE
+_PROBE_ERRORS = (TypeError, AttributeError, LookupError, ValueError, RuntimeError)
 
 
 def _rules(module: nn.Module) -> Iterator[Rule]:
     """The rules that a router may follow: Qwen3-MoE's, gpt-oss's, DeepSeek-V3's and others'."""
-    own = (vars(module).get(name) for name in _FACTORS)
-    factors = {1.0, *(float(x) for x in own if isinstance(x, int | float))}
+    own = vars(module).get(_FACTOR)
+    factors = sorted({1.0, float(own)}) if isinstance(own, int | float) else [1.0]
     dtypes = (torch.float32, None)
-    return starmap(_MakesWeights, product(_SCORES, dtypes, _ADDED, sorted(factors)))
+    return starmap(_MakesWeights, product(_SCORES, dtypes, _ADDED, factors))
 
 
 def _rule_of(module: nn.Module, hidden_size: int) -> tuple[Rule | None, int, int]:
     """The rule of a router, E and K; None and zeros if none that we know gives its weights."""
     rules, experts, chosen = list(_rules(module)), 0, 0
-    if isinstance(module, nn.Linear) or module._modules or not module._parameters:
+    if isinstance(module, nn.Linear) or module._modules or not any(_held(module._parameters)):
         return None, 0, 0
     for autocast in (False, True):  # which tell the dtypes of rules apart
-        outputs = None
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            with suppress(Exception):  # of a class that is another kind of router
+            try:
                 outputs = _run_on_random_input(module, hidden_size)
+            except _PROBE_ERRORS:  # of a class that is another kind of router
+                outputs = None
             if outputs is None:
                 return None, 0, 0
             logits, weights, indices = outputs

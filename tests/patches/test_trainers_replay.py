@@ -166,3 +166,12 @@ def test_refused(change, words, tmp_path):
     fv.patch_trainer(trainer, "sdpa")
     with pytest.raises(ValueError, match=words):
         trainer.train()
+
+
+def test_another_order_of_what_trl_returns_is_read(tmp_path):
+    trainer = GRPO.varied(**SETTINGS).make(tmp_path, kind=KIND)
+    trainer.rollout_func = Engine()
+    trainer._generate = lambda prompts: ({}, [], [], [], [], [])
+    fv.patch_trainer(trainer, "sdpa")
+    with pytest.raises(NotImplementedError, match=r"trl .* has no GRPOTrainer\._generate\(\)\[5\]"):
+        trainer._generate(["a"])

@@ -229,7 +229,7 @@ def test_unpatched_models_and_copies():
     for module in model.modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         assert replay._replay not in hooks
-        assert replay._hand_on not in hooks
+        assert replay._pass_on not in hooks
         assert replay._REPLAY not in vars(module)
 
 
