@@ -2,12 +2,13 @@
 
 Documents of one row in four packings, whose logits, input gradients and parameter gradients are
 compared bit by bit; times of forwards on full rows; and log-probabilities of TRL's GRPOTrainer in
-micro-batches of 1 to 8. From the checkout:
+micro-batches of 1 to 8, of long and of short samples: unpatched, packed, and packed with
+`same_bits`. From the checkout:
 
-    python -m tests.patches.same_bits COMMIT
+    python -m tests.patches.same_bits COMMIT [FILE]
 
-appends to `same_bits.jsonl`: on a GPU 14 layers of the Qwen3-1.7B geometry in bfloat16 (one H200,
-about three minutes), on a CPU a tiny model in float32 and bfloat16.
+appends to FILE, by default `same_bits.jsonl`: on a GPU 14 layers of the Qwen3-1.7B geometry in
+bfloat16 (one H200, about four minutes), on a CPU a tiny model in float32 and bfloat16.
 """
 
 import json
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -50,7 +52,7 @@ class Setting:
     Attributes:
         tokens: of every row of the packings; the longest document has a third at most.
         backends: the last one is the counterexample.
-        prompt, completion: tokens of each of eight samples, at most.
+        samples: tokens of the prompt and completion of each of eight samples, at most.
     """
 
     device: str
@@ -59,8 +61,7 @@ class Setting:
     dtypes: tuple[torch.dtype, ...]
     tokens: int
     backends: tuple[str, ...]
-    prompt: int
-    completion: int
+    samples: tuple[tuple[int, int], ...]
     repeats: int
 
 
@@ -71,8 +72,7 @@ H200 = Setting(
     dtypes=(torch.bfloat16,),
     tokens=8192,
     backends=("fa3", "fa2", "varlen", "flex"),
-    prompt=512,
-    completion=1024,
+    samples=((512, 1024), (48, 64)),
     repeats=10,
 )
 CPU = Setting(
@@ -82,8 +82,7 @@ CPU = Setting(
     dtypes=(torch.float32, torch.bfloat16),
     tokens=512,
     backends=("sdpa", "reference"),
-    prompt=24,
-    completion=32,
+    samples=((24, 32), (6, 8)),
     repeats=2,
 )
 
@@ -234,55 +233,56 @@ def trainer_of(model: PreTrainedModel, folder: str, device: str) -> GRPOTrainer:
     )
 
 
-def samples(of: Setting, vocab: int) -> tuple[Tensor, Tensor]:
+def samples(vocab: int, prompt: int, completion: int) -> tuple[Tensor, Tensor]:
     """Ids and mask of eight samples: prompts padded on the left, completions on the right."""
     rng = torch.Generator().manual_seed(3)
-    shape = (BATCHES[-1], of.prompt + of.completion)
+    shape = (BATCHES[-1], prompt + completion)
     ids, mask = torch.randint(8, vocab, shape, generator=rng), torch.ones(shape, dtype=torch.int64)
     for row in range(BATCHES[-1]):
-        mask[row, : row * of.prompt // 10] = 0
-        mask[row, shape[1] - row * of.completion // 12 :] = 0
-    return (ids * mask).to(of.device), mask.to(of.device)
+        mask[row, : row * prompt // 10] = 0
+        mask[row, shape[1] - row * completion // 12 :] = 0
+    return ids * mask, mask
 
 
 def grpo(of: Setting, dtype: torch.dtype) -> Iterator[Record]:
     """Records of each micro-batch against micro-batches of 1: tokens that differ, and time."""
-    size = BATCHES[-1] * (of.prompt + of.completion)
-    for same in (None, size):
+    for (prompt, completion), how in product(of.samples, ("unpatched", "packed", "same_bits")):
+        same = BATCHES[-1] * (prompt + completion) if how == "same_bits" else None
+        case = {
+            "what": "GRPO",
+            "backend": "transformers:sdpa" if how == "unpatched" else of.backends[0],
+            "patched": how != "unpatched",
+            "dtype": str(dtype),
+            "prompt": prompt,
+            "completion": completion,
+            "same_bits": same,
+        }
         with TemporaryDirectory() as folder:
             model = new_model(of, dtype)
             trainer = trainer_of(model, folder, of.device)
-            fv.patch_trainer(trainer, of.backends[0], same_bits=same)
-            ids, mask = samples(of, model.config.vocab_size)
-            counted = mask[:, -of.completion :].bool()
-
-            def score(batch: int, trainer: Any = trainer, ids: Tensor = ids, mask: Any = mask):
-                return trainer._get_per_token_logps_and_entropies(
-                    trainer.model, ids, mask, of.completion, batch_size=batch
-                )[0]
-
-            found = {}
+            if case["patched"]:
+                fv.patch_trainer(trainer, of.backends[0], same_bits=same)
+            batch = samples(model.config.vocab_size, prompt, completion)
+            ids, mask = (x.to(of.device) for x in batch)
+            score = partial(
+                trainer._get_per_token_logps_and_entropies, trainer.model, ids, mask, completion
+            )
+            calls = {str(size): partial(score, batch_size=size) for size in BATCHES}
             with torch.no_grad():
-                for batch in BATCHES:
-                    found[batch] = score(batch)[counted].double()
-            took = in_turns(of, {str(batch): partial(score, batch) for batch in BATCHES})
-            for batch, logps in found.items():
-                ratio = (logps - found[1]).exp()
-                outside = (ratio < 0.9) | (ratio > 1.1)
-                yield {
-                    "case": {
-                        "what": "GRPO",
-                        "backend": of.backends[0],
-                        "dtype": str(dtype),
-                        "batch": batch,
-                        "same_bits": same,
-                    },
-                    "tokens": len(logps),
-                    "tokens_that_differ": int((logps != found[1]).sum()),
-                    "tokens_outside_0.9_to_1.1": int(outside.sum()),
-                    "largest_difference": float((logps - found[1]).abs().max()),
-                    "ms": took[f"ms_{batch}"],
-                }
+                counted = mask[:, -completion:].bool()
+                found = {size: call()[0][counted].double() for size, call in calls.items()}
+            took = in_turns(of, calls)
+        for size, logps in found.items():
+            difference = logps - found["1"]
+            ratio = difference.exp()
+            yield {
+                "case": case | {"batch": int(size)},
+                "tokens": len(logps),
+                "tokens_that_differ": int((difference != 0).sum()),
+                "tokens_outside_0.9_to_1.1": int(((ratio < 0.9) | (ratio > 1.1)).sum()),
+                "largest_difference": float(difference.abs().max()),
+                "ms": took[f"ms_{size}"],
+            }
 
 
 def measured(of: Setting) -> Iterator[Record]:
@@ -291,14 +291,14 @@ def measured(of: Setting) -> Iterator[Record]:
             yield from part(of, dtype)
 
 
-def main(commit: str) -> None:
+def main(commit: str, out: str | Path = RECORDS) -> None:
     of = H200 if torch.cuda.is_available() else CPU
     about = {
         "geometry": of.geometry,
         "layers": of.layers,
         "environment": environment(torch.device(of.device)) | {"git_commit": commit},
     }
-    with RECORDS.open("a", encoding="utf-8") as file:
+    with Path(out).open("a", encoding="utf-8") as file:
         for record in measured(of):
             line = json.dumps(record | about)
             print(line[:300], flush=True)
@@ -307,4 +307,4 @@ def main(commit: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
