@@ -196,8 +196,9 @@ def rollout(
         typer.Option(
             "--logprobs-mode",
             help="raw_logprobs (vLLM's default: before temperature and processors) or "
-            "processed_logprobs, for lines that do not say. [default: processed_logprobs, to be "
-            "given for vLLM where it matters]",
+            "processed_logprobs, for lines that do not say. Lines of vLLM at another temperature "
+            "than 1 are refused without it; lines without a temperature, unless it is "
+            "raw_logprobs. [default: processed_logprobs, for vLLM none]",
             show_default=False,
         ),
     ] = None,

@@ -322,7 +322,7 @@ def test_excerpt_of_compare_is_from_its_record():
 
 def test_guarantees_are_those_of_the_checks():
     """Of the GPU, as the checks there were asked: rows of bench/results."""
-    shown = table("backends.md", "## `deterministic` and `batch_invariant`")
+    shown = table("backends.md", "## `deterministic`, `batch_invariant` and `same_bits`")
     assert set(shown) == set(fv.BACKENDS)
     rows = read_records([CAPABILITIES])
     assert {row.case["variant"] for row in rows} == set(shown)
