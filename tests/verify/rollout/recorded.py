@@ -1,7 +1,7 @@
 """Responses that transformers sampled from a model, as an engine would record them.
 
 `python -m tests.verify.rollout.recorded FOLDER` writes the model, and responses by `generate` and
-continuous batching, each with two attentions, for `flexvarlen drift rollout`: 16 of 64 tokens of a
+continuous batching, with several attentions, for `flexvarlen drift rollout`: 16 of 64 tokens of a
 tiny model, or on a GPU 32 of 256 tokens of 14 layers of the Qwen3-1.7B geometry.
 """
 
@@ -136,24 +136,28 @@ def at_temperature(temperature):
     return lambda each: replace(each, temperature=temperature)
 
 
+ENGINES = {"generated": sampled, "continuous": continuous}
+ON_GPU = [("generated", "sdpa"), ("generated", "eager"), ("continuous", "flash_attention_3")]
+ON_CPU = [(engine, attention) for attention in ("sdpa", "eager") for engine in ENGINES]
+
+
 def write(folder):
     on_gpu = torch.cuda.is_available()
     name, number, tokens = ("qwen3-1.7b", 32, 256) if on_gpu else ("qwen3-tiny", 16, 64)
     model = large_model() if on_gpu else peaked_model()
     model.save_pretrained(folder / name)
-    for attention in ("sdpa", "eager"):
-        for engine, sample in {"generated": sampled, "continuous": continuous}.items():
-            lines = [
-                {
-                    "prompt_ids": each.prompt,
-                    "completion_ids": each.completion,
-                    "logprobs": each.logprobs,
-                    "temperature": each.temperature,
-                }
-                for each in sample(model, attention, number, tokens)
-            ]
-            file = folder / f"{engine}-{attention}.jsonl"
-            file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for engine, attention in ON_GPU if on_gpu else ON_CPU:
+        lines = [
+            {
+                "prompt_ids": each.prompt,
+                "completion_ids": each.completion,
+                "logprobs": each.logprobs,
+                "temperature": each.temperature,
+            }
+            for each in ENGINES[engine](model, attention, number, tokens)
+        ]
+        file = folder / f"{engine}-{attention}.jsonl"
+        file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 if __name__ == "__main__":
