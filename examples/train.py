@@ -124,9 +124,11 @@ def main(
     backend: str = "auto",
     compile: Annotated[bool, typer.Option("--compile")] = False,
     checkpointing: Annotated[bool, typer.Option("--checkpointing")] = False,
-    offload: Annotated[bool, typer.Option("--offload", help="Checkpoints in host memory.")] = False,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Checkpoints, in host memory.")
+    ] = False,
     loss_chunk_tokens: Annotated[
-        int | None, typer.Option(help="Whose logits exist at once.")
+        int | None, typer.Option(help="Tokens whose logits exist at once.")
     ] = None,
     precision: Annotated[str | None, typer.Option(help="no, bf16, fp16.")] = None,
     save_every: int = 100,

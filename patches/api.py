@@ -14,7 +14,7 @@ from torch import nn
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.arguments import checked_sizes
 from flexvarlen.patches.adapters import why_not_adapters
-from flexvarlen.patches.apply import apply_patch, call_of, make_patch, undo_patch
+from flexvarlen.patches.apply import apply_patch, make_patch, undo_patch
 from flexvarlen.patches.forward.chunked_loss import check_loss_chunk_tokens
 from flexvarlen.patches.forward.padding import check_unpad
 from flexvarlen.patches.forward.row_size import check_same_bits
@@ -99,7 +99,8 @@ def patch_model(
             are left out. See docs/backends.md.
         loss_chunk_tokens: with labels, compute the loss from hidden states, the logits of so many
             tokens at a time, in the backward too; `logits` of the outputs are then None. The loss
-            must be transformers' own for the next token.
+            must be transformers' own for the next token. A compiled graph has as many copies of the
+            head as there are chunks. Not of forwards with a cache or a 4D mask.
         verify: check the patched model on a small random batch, as `verify_isolation` does; a kind
             of model that has passed is not checked again in the same process.
 
@@ -123,7 +124,7 @@ def patch_model(
     inner = transformers_model(model)
     _, capacity, max_seqlen_bound = checked_sizes(None, capacity, max_seqlen_bound)
     check_unpad(unpad, unpad_to_multiple_of, share_prefixes)
-    size = check_same_bits(same_bits, unpad_to_multiple_of)
+    row_size = check_same_bits(same_bits, unpad_to_multiple_of)
     settings = Settings(
         backend=backend,
         deterministic=resolve_flag(DETERMINISTIC, deterministic),
@@ -134,8 +135,8 @@ def patch_model(
         unpad_to_multiple_of=unpad_to_multiple_of,
         share_prefixes=share_prefixes,
         sequence_parallel_group=sequence_parallel_group,
-        same_bits=size,
-        loss_chunk_tokens=check_loss_chunk_tokens(loss_chunk_tokens, size),
+        same_bits=row_size,
+        loss_chunk_tokens=check_loss_chunk_tokens(loss_chunk_tokens, row_size),
         verify=verify,
     )
     why = why_not_class(type(inner), inner.config, settings)
@@ -149,9 +150,8 @@ def patch_model(
     if why is not None:
         raise NotImplementedError(why)
     patch, existing = make_patch(inner, parts, settings), current_patch(model)
-    changes_call = existing is not None and call_of(existing) is not call_of(settings)
     checks = [check for check in checks_of(inner, patch) if not check.has_passed]
-    if not checks and not changes_call:
+    if not checks:
         apply_patch(inner, patch)
         return model
     with ExitStack() as undo:

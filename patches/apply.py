@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -15,7 +13,6 @@ from flexvarlen.patches.attention.backend_choice import (
     same_bits_choice,
 )
 from flexvarlen.patches.forward.choices import CHOICES_STEPS
-from flexvarlen.patches.forward.chunked_loss import call_with_chunked_loss
 from flexvarlen.patches.forward.guards import guard_trainer_and_peft
 from flexvarlen.patches.forward.head_checks import (
     HEAD,
@@ -29,16 +26,12 @@ from flexvarlen.patches.forward.head_checks import (
 )
 from flexvarlen.patches.forward.recurrent_layers import patch_recurrent, unpatch_recurrent
 from flexvarlen.patches.forward.replay import patch_routers, unpatch_routers
-from flexvarlen.patches.forward.row_size import (
-    call_with_whole_chunks,
-    fix_head_size,
-    free_head_size,
-)
+from flexvarlen.patches.forward.row_size import fix_head_size, free_head_size
 from flexvarlen.patches.forward.sequence_parallel import check_group
 from flexvarlen.patches.forward.stages import choose_stages
 from flexvarlen.patches.forward.steps import STEPS
 from flexvarlen.patches.forward.vision_tower import patch_tower, unpatch_tower
-from flexvarlen.patches.forward.wrapper import call_own, unwrap_forward, wrap_forward
+from flexvarlen.patches.forward.wrapper import unwrap_forward, wrap_forward
 from flexvarlen.patches.models.layers import (
     attention_layers,
     dtype_of_forward,
@@ -104,20 +97,13 @@ def make_patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) ->
     )
 
 
-def call_of(settings: Settings) -> Callable[..., Any]:
-    """The function that calls a patched model's own forward."""
-    if settings.loss_chunk_tokens is not None:
-        return call_with_chunked_loss
-    return call_own if settings.same_bits is None else call_with_whole_chunks
-
-
 def apply_patch(inner: PreTrainedModel, patch: Patch) -> None:
     """Patch a model whose arguments have been checked."""
     parts = patch.parts
     base, text, vision = parts.base(inner), parts.text_tower(inner), parts.vision_tower(inner)
     set_implementation(inner, patch.named)
     steps = CHOICES_STEPS if parts.head.has_choices else STEPS
-    wrap_forward(inner, steps._replace(call=call_of(patch)))
+    wrap_forward(inner, steps)
     setattr(inner, ATTRIBUTE, patch)
     if base is not inner:
         of_base = parts.of_base()

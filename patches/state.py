@@ -108,6 +108,7 @@ class Stages(NamedTuple):
         keywords: by which the layers get the documents.
         head: (given, row, packed, arguments) -> None: change the arguments of a head.
         outputs: (module, packed, outputs) -> None: change the outputs.
+        call: calls the module's own forward, as `call_own` does.
     """
 
     arguments: tuple[Callable[..., None], ...]
@@ -123,6 +124,7 @@ class Stages(NamedTuple):
     keywords: tuple[str, ...]
     head: tuple[Callable[..., None], ...]
     outputs: tuple[Callable[..., None], ...]
+    call: Callable[..., Any]
 
 
 @dataclass(frozen=True)

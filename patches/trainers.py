@@ -93,6 +93,7 @@ def patch_trainer(
     Raises:
         ValueError: the trainer is not a Trainer, or has `model_init`; with `share_prefixes`,
             batches of shuffled completions cannot contain two of each prompt; with
+            `loss_chunk_tokens`, a trainer of TRL, or a setting that reads logits; with
             `tokens_per_part`, another trainer, or `share_prefixes=False`; with `context_parallel`,
             the trainer makes padded batches, or a setting needs whole rows; with `same_bits`, no
             size is known, or `tokens_per_part` or `context_parallel` is given too.
@@ -138,6 +139,8 @@ def patch_trainer(
             "verify": verify,
         }
         _unpad_models(trainer, backend, share_prefixes, options)
+        if loss_chunk_tokens is not None:
+            _refuse_predictions(trainer)
         if replays_rollout(trainer):
             replay_rollouts(trainer)
         if block_size > 1:
@@ -195,8 +198,8 @@ def _check_own_loss(trainer: Any) -> None:
     if any(each.__module__.startswith("trl.") for each in type(trainer).__mro__):
         raise ValueError(
             "loss_chunk_tokens is for transformers' Trainer, got TRL's "
-            f"{type(trainer).__name__}, which scores tokens itself; remove it, and pass "
-            "loss_type='chunked_nll' to SFTConfig."
+            f"{type(trainer).__name__}, which scores tokens itself; remove it (SFTConfig has "
+            "loss_type='chunked_nll')."
         )
     reads_logits = {
         "label_smoothing_factor": trainer.args.label_smoothing_factor != 0,
@@ -208,6 +211,22 @@ def _check_own_loss(trainer: Any) -> None:
         raise ValueError(
             f"loss_chunk_tokens computes no logits, which {' and '.join(given)} needs; remove it."
         )
+
+
+def _refuse_predictions(trainer: Any) -> None:
+    """Raise where predictions are asked for, as long as its model computes no logits."""
+    own = trainer.prediction_step
+
+    def prediction_step(model: Any, inputs: Any, loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        patch = current_patch(trainer.model)
+        if not loss_only and patch is not None and patch.loss_chunk_tokens is not None:
+            raise NotImplementedError(
+                "predictions need logits, which a model with loss_chunk_tokens does not compute "
+                "beside labels; predict after fv.unpatch_model(trainer.model), or without it."
+            )
+        return own(model, inputs, loss_only, *args, **kwargs)
+
+    trainer.prediction_step = prediction_step
 
 
 _PAIRS = ("DPOTrainer",)

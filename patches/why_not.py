@@ -303,16 +303,27 @@ def functions_of(layer_class: type) -> dict[str, Any]:
 
 
 def loss_in_chunks(parts: ModelParts, settings: Settings) -> str | None:
-    """The loss in chunks of a head that predicts no next token, or cannot leave out logits."""
+    """The loss in chunks of a head whose own loss may be more than that of the next token."""
     if settings.loss_chunk_tokens is None:
         return None
-    takes = inspect.signature(parts.model_class.forward).parameters
-    if parts.head.labels == "next token" and "logits_to_keep" in takes:
-        return None
-    return (
-        "loss_chunk_tokens needs a language-model head whose forward takes logits_to_keep, got "
-        f"{parts.model_class.__name__}; remove it."
-    )
+    cls, takes = parts.model_class, inspect.signature(parts.model_class.forward).parameters
+    is_own = cls.forward.__module__.startswith(_KNOWN_LOSSES)
+    is_own = is_own and is_verified(cls, parts.model_config.model_type)
+    if parts.head.labels != "next token" or "logits_to_keep" not in takes or not is_own:
+        return (
+            "loss_chunk_tokens needs the language-model head of a verified family, with "
+            f"transformers' own forward, got {cls.__name__}; remove it."
+        )
+    if getattr(parts.config, "z_loss_coefficient", 0):
+        return (
+            "loss_chunk_tokens computes the cross entropy alone, got a config with "
+            f"z_loss_coefficient={parts.config.z_loss_coefficient}; remove it, or set that to 0."
+        )
+    return None
+
+
+_KNOWN_LOSSES = ("transformers.models.", "liger_kernel.")
+"""Modules of forwards whose loss is the cross entropy of the next token, and that of routers."""
 
 
 def windows_both_ways(parts: ModelParts, settings: Settings) -> str | None:

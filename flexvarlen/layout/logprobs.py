@@ -167,7 +167,7 @@ def token_logprobs(
 
 
 def tree_loss(
-    x: Tensor,
+    logits: Tensor,
     shift_labels: Tensor,
     label_counts: Tensor,
     num_items_in_batch: Tensor | int | None = None,
@@ -180,8 +180,8 @@ def tree_loss(
     A label of a row of trees counts once for each sample in which it is not -100.
 
     Args:
-        x: logits `[T, V]` or `[1, T, V]`, computed in at least fp32; with `head`, hidden states
-            `[T, H]` or `[1, T, H]`.
+        logits: `[T, V]` or `[1, T, V]`, computed in at least fp32; with `head`, hidden states
+            `[T, H]` or `[1, T, H]` instead.
         shift_labels: integer `[T]` or `[1, T]`, the next token of each token, -100 where there is
             none.
         label_counts: integer `[T]` or `[1, T]`, in how many samples each label counts.
@@ -203,14 +203,14 @@ def tree_loss(
     """
     for name, given in (("shift_labels", shift_labels), ("label_counts", label_counts)):
         require_tensor(name, given)
-    if not isinstance(x, Tensor) or x.ndim < 2:
+    if not isinstance(logits, Tensor) or logits.ndim < 2:
         raise ValueError(
-            f"logits must be a tensor [T, V] or [1, T, V], got {getattr(x, 'shape', x)}; "
+            f"logits must be a tensor [T, V] or [1, T, V], got {getattr(logits, 'shape', logits)}; "
             "pass the model's."
         )
     labels_T = whole_numbers("shift_labels", shift_labels).reshape(-1)
     counts_T = whole_numbers("label_counts", label_counts).reshape(-1)
-    x_TH = x.flatten(0, -2)
+    x_TH = logits.flatten(0, -2)
     if not len(x_TH) == len(labels_T) == len(counts_T):
         raise ValueError(
             "logits, shift_labels and label_counts must have the same tokens, got "

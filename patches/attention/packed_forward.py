@@ -124,8 +124,10 @@ class PackedForward:
             raise ValueError(SHARD_WITHOUT_GROUP)
         self.chunk_size, self.has_temperature = chunk_size, has_temperature
         self.routes: dict[LayerKind, Route] = {}
-        self.recurrent, self.delivery = recurrent, Delivery()
+        self.recurrent = recurrent
         self.row = PackedRow(layout) if row is None else row
+        padded = self.row.padded
+        self.delivery = Delivery() if padded is None else padded.delivery
         self._copies: dict[str, PackedForward] = {}
         self._postponed: Callable[[], None] | None = None
 

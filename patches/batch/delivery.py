@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -21,7 +22,8 @@ class Delivery:
         router_logits: `[T, E]` of each layer, of the base model, for this loss.
         routes: int `[T, M, K]`, the experts that this loss counts, or None.
         replayed: routers that took `routed_experts`, in eager mode.
-        hidden_states: the base model's last, of a head that computes its loss in chunks.
+        hidden_states: the base model's last, if the head computes its loss in chunks.
+        autocast: the autocast of the base model, then: device type, dtype and whether it is on.
     """
 
     reached_base: bool = False
@@ -30,3 +32,4 @@ class Delivery:
     routes: Tensor | None = None
     replayed: int = 0
     hidden_states: Tensor | None = None
+    autocast: tuple[str, torch.dtype, bool] = ("cpu", torch.bfloat16, False)

@@ -111,13 +111,18 @@ def weighted_targets(given: Given, masked: Targets, user_loss: Any) -> Targets:
 
 
 def _weighted(given: Given, labels: Tensor, counts: Tensor, withheld: tuple[str, ...]) -> Targets:
-    loss = functools.partial(
-        tree_loss,
-        shift_labels=labels,
-        label_counts=counts,
-        num_items_in_batch=given.inputs.get("num_items_in_batch"),
-    )
+    loss = loss_of(labels, counts, given.inputs.get("num_items_in_batch"))
     return Targets({}, (*withheld, "num_items_in_batch"), loss)
+
+
+def loss_of(shift_labels: Tensor, label_counts: Tensor, num_items_in_batch: Any) -> Loss:
+    """`tree_loss` of these labels, each of which counts so often."""
+    return functools.partial(
+        tree_loss,
+        shift_labels=shift_labels,
+        label_counts=label_counts,
+        num_items_in_batch=num_items_in_batch,
+    )
 
 
 def next_token_labels(given: Given, unpredicted_T: Tensor, several: bool) -> Inputs:

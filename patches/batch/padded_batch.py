@@ -29,18 +29,18 @@ class PaddedBatch:
         layout: the documents of the packed row; document i is row i, unless they are trees.
         tokens: how tokens move between the batch and the packed row.
         pads_left: whether any row begins with padding.
+        delivery: shared with the head.
         has_empty_row: whether any row is padding alone.
         images: the columns of images of the packed row, if they are not those of the batch.
-        delivery: shared with the head, if it has something to say.
         several: whether a row of the batch may hold several documents.
     """
 
     layout: PackedLayout
     tokens: Padding
     pads_left: bool
+    delivery: Delivery
     has_empty_row: bool = False
     images: Mapping[str, Tensor] = field(default_factory=dict)
-    delivery: Delivery | None = None
     several: bool = False
 
     @property
@@ -155,7 +155,7 @@ def find_padding(
     offsets = flat.nonzero_static(size=total, fill_value=len(flat))[:, 0]
     layout = PackedLayout.from_lengths(lengths, total_tokens=total, device=flat.device)
     tokens = Padding(offsets, batch, row_tokens)
-    return PaddedBatch(layout, tokens, bool(pads_left), has_empty_row=0 in lengths)
+    return PaddedBatch(layout, tokens, bool(pads_left), Delivery(), has_empty_row=0 in lengths)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -184,4 +184,4 @@ def pad_documents(layout: PackedLayout, *, pads_left: bool) -> PaddedBatch:
     slots = layout.document_ids().clamp(max=len(real) - 1).long()
     offsets = first_offset[slots] + layout.position_ids()
     offsets = torch.where(layout.real_tokens(), offsets, batch * row_tokens)
-    return PaddedBatch(layout, Padding(offsets, batch, row_tokens), pads_left)
+    return PaddedBatch(layout, Padding(offsets, batch, row_tokens), pads_left, Delivery())

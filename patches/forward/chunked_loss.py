@@ -6,8 +6,6 @@ other outputs; the loss then calls the head on each chunk, and again in the back
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +15,17 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from flexvarlen.layout.arguments import to_int_or_none
 from flexvarlen.layout.labels import IGNORE_INDEX, LABELS, int64_labels
-from flexvarlen.layout.logprobs import tree_loss
 from flexvarlen.patches.attention.packed_forward import PackedForward
-from flexvarlen.patches.batch.delivery import Delivery
-from flexvarlen.patches.batch.labels import Loss
+from flexvarlen.patches.batch.labels import Loss, loss_of
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
+from flexvarlen.patches.forward.head_checks import user_loss
 from flexvarlen.patches.forward.router import router_loss
 from flexvarlen.patches.forward.wrapper import call_own, has_fused_head_of_trl
 from flexvarlen.patches.lm_head import lm_head
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
+
+MOST_CHUNKS = 64
+"""Of a head that learns in bfloat16 or float16, in which autograd sums its gradients of chunks."""
 
 
 def check_loss_chunk_tokens(loss_chunk_tokens: int | None, same_bits: int | None) -> int | None:
@@ -44,8 +44,8 @@ def check_loss_chunk_tokens(loss_chunk_tokens: int | None, same_bits: int | None
         )
     if same_bits is not None:
         raise ValueError(
-            "loss_chunk_tokens must not be given with same_bits, by which each product of the head "
-            f"has {same_bits} tokens, got {tokens}; remove one of them."
+            "loss_chunk_tokens must not be given with same_bits, which pads each product of the "
+            f"head to {same_bits} tokens, got {tokens}; remove one of them."
         )
     return tokens
 
@@ -53,62 +53,61 @@ def check_loss_chunk_tokens(loss_chunk_tokens: int | None, same_bits: int | None
 def call_with_chunked_loss(
     module: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a head's own forward; with labels, for its outputs but the logits, and add the loss.
+    """Call a head's own forward. With labels, compute the loss in chunks; `logits` is None.
 
     Raises:
         NotImplementedError: the model has another loss than transformers' for causal models.
-        ValueError: the caller asks for a tuple of outputs, or for the logits of some tokens.
+        ValueError: the caller asks for a tuple of outputs, or for the logits of some tokens; or a
+            head that learns in low precision has too many chunks.
     """
     context: Any = kwargs.get(CONTEXT)
-    if isinstance(context, PaddedBatch) and context.delivery is None:
-        kwargs[CONTEXT] = context = replace(context, delivery=Delivery())
-    loss = _loss_of(context, kwargs)
-    if loss is None:
+    if not isinstance(context, PackedForward | PaddedBatch):  # decoding, or a 4D mask
         return call_own(module, own, args, kwargs)
-    _check(module, kwargs)
-    outputs = call_own(module, own, args, kwargs | {"logits_to_keep": 1})
-    delivery = _delivery_of(context)
+    of_row = context.row.targets.loss if isinstance(context, PackedForward) else None
+    if of_row is None and kwargs.get("labels") is None:
+        return call_own(module, own, args, kwargs)
+    _check_call(module, kwargs)
+    without = {name: x for name, x in kwargs.items() if name not in _OF_LOSS}
+    outputs = call_own(module, own, args, without | {"logits_to_keep": 1})
+    delivery, chunk_tokens = context.delivery, module.__dict__[ATTRIBUTE].loss_chunk_tokens
     hidden, delivery.hidden_states = delivery.hidden_states, None
-    chunk_tokens = module.__dict__[ATTRIBUTE].loss_chunk_tokens
-    found = loss(hidden, head=lm_head(module), chunk_tokens=chunk_tokens)
+    assert hidden is not None
+    _check_chunks(module, hidden, chunk_tokens)
+    loss = _loss_of_labels(kwargs, hidden.device) if of_row is None else of_row
+    device_type, dtype, enabled = delivery.autocast  # of accelerate, which is left by now
+    with torch.autocast(device_type, dtype, enabled):
+        found = loss(hidden, head=lm_head(module), chunk_tokens=chunk_tokens)
     others = {name: x for name, x in outputs.items() if name not in ("loss", "logits")}
     return type(outputs)(loss=found + router_loss(module, outputs), **others)
 
 
 def keep_hidden_states(module: nn.Module, packed: PackedForward, outputs: Any) -> None:
-    """Deliver the last hidden states of a base model to its head."""
-    padded = packed.row.padded
-    _delivery_of(packed if padded is None else padded).hidden_states = outputs["last_hidden_state"]
-
-
-def _delivery_of(context: PackedForward | PaddedBatch) -> Delivery:
-    found = context.delivery
-    assert found is not None
-    return found
-
-
-def _loss_of(context: Any, kwargs: dict[str, Any]) -> Loss | None:
-    """The loss that the labels among the arguments ask for; they are removed from these."""
-    if not isinstance(context, PackedForward | PaddedBatch):  # decoding, which is not packed
-        return None
-    if isinstance(context, PackedForward) and context.row.targets.loss is not None:
-        return context.row.targets.loss
-    if kwargs.get("labels") is None:
-        return None
-    given = {name: kwargs.pop(name, None) for name in (*LABELS, "num_items_in_batch")}
-    labels = given["shift_labels"]
-    if labels is None:  # shifted as by ForCausalLMLoss
-        labels = pad(int64_labels(given["labels"]), (0, 1), value=IGNORE_INDEX)[..., 1:]
-    return partial(
-        tree_loss,
-        shift_labels=labels,
-        label_counts=torch.ones_like(labels),
-        num_items_in_batch=given["num_items_in_batch"],
+    """Deliver the last hidden states of a base model, and its autocast, to its head."""
+    hidden: Tensor = outputs["last_hidden_state"]
+    kind = hidden.device.type
+    packed.delivery.hidden_states = hidden
+    packed.delivery.autocast = (
+        kind,
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_enabled(kind),
     )
 
 
-def _check(module: Any, kwargs: dict[str, Any]) -> None:
-    loss = module.loss_function
+_OF_LOSS = (*LABELS, "num_items_in_batch")
+
+
+def _loss_of_labels(kwargs: dict[str, Any], device: torch.device) -> Loss:
+    """That of ForCausalLMLoss, which shifts labels, and moves what it gets to the logits."""
+    labels, count = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
+    if labels is None:
+        labels = pad(int64_labels(kwargs["labels"]), (0, 1), value=IGNORE_INDEX)[..., 1:]
+    labels = labels.to(device)
+    count = count.to(device) if isinstance(count, Tensor) else count
+    return loss_of(labels, torch.ones_like(labels), count)
+
+
+def _check_call(module: Any, kwargs: dict[str, Any]) -> None:
+    loss = user_loss(module) or module.loss_function
     if loss is not ForCausalLMLoss:
         raise NotImplementedError(
             "loss_chunk_tokens computes the cross entropy of the next token, got a model with "
@@ -119,11 +118,23 @@ def _check(module: Any, kwargs: dict[str, Any]) -> None:
             "loss_chunk_tokens must be None in a trainer of TRL with a head that computes no "
             "logits itself, as loss_type='chunked_nll' has; call patch_model without it."
         )
-    if kwargs.get("logits_to_keep"):
+    kept = kwargs.get("logits_to_keep")
+    if kept is not None and (isinstance(kept, Tensor) or kept != 0):
         raise ValueError(
             "logits_to_keep must not be given with labels and loss_chunk_tokens, which computes "
-            f"no logits, got {kwargs['logits_to_keep']}; remove it, or the labels."
+            f"no logits, got {kept}; remove it, or the labels."
         )
     asked = kwargs.get("return_dict")
     if not (module.config.return_dict if asked is None else asked):
         raise ValueError("return_dict must stay True with loss_chunk_tokens, got False; remove it.")
+
+
+def _check_chunks(module: Any, hidden: Tensor, chunk_tokens: int) -> None:
+    tokens, weight = hidden.shape[:-1].numel(), module.get_output_embeddings().weight
+    learns_low = weight.requires_grad and weight.dtype.itemsize < 4
+    if learns_low and torch.is_grad_enabled() and tokens > MOST_CHUNKS * chunk_tokens:
+        raise ValueError(
+            f"loss_chunk_tokens must be at least {-(-tokens // MOST_CHUNKS)} for {tokens} tokens, "
+            f"as the gradient of a head in {weight.dtype} is summed over the chunks in that dtype, "
+            f"got {chunk_tokens}; pass a larger one, or train in float32 under autocast."
+        )

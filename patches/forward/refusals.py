@@ -11,10 +11,11 @@ from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
 from flexvarlen.layout.labels import why_not_ignore_index
 from flexvarlen.patches.attention.context_parallel import why_not_sharded
 from flexvarlen.patches.batch.given import Given, Inputs
+from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.unsupported_keywords import refuse_unread
 from flexvarlen.patches.models.layers import text_config_of
 from flexvarlen.patches.refusal import Refusal, refuse
-from flexvarlen.patches.state import Patch
+from flexvarlen.patches.state import CONTEXT, Patch
 from flexvarlen.upstream import required
 
 
@@ -29,7 +30,8 @@ def check_inputs(module: Any, patch: Patch, inputs: Inputs, tokens: Tensor) -> N
     if "ignore_index" in inputs and (why := why_not_ignore_index(inputs["ignore_index"])):
         raise ValueError(why)
     kept = inputs.get("logits_to_keep")
-    if isinstance(kept, int) and kept == 1:
+    of_head = isinstance(inputs.get(CONTEXT), PaddedBatch)  # which was asked already
+    if isinstance(kept, int) and kept == 1 and not of_head:
         refuse_next_token_after_padding(inputs.get("attention_mask"), tokens.shape[1])
     implementation: Any = text_config_of(module.config)._attn_implementation
     if IMPLEMENTATIONS.get(implementation) not in patch.backends:

@@ -6,7 +6,6 @@ kept for `add_router_loss`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from flexvarlen.layout.labels import SAMPLE_COUNTS
 from flexvarlen.parallel.router_loss import shard_router_loss
 from flexvarlen.patches.attention.packed_forward import PackedForward
-from flexvarlen.patches.batch.delivery import Delivery
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.row import PackedRow
@@ -123,9 +121,9 @@ def defer_router_loss_of_rows(given: Given, inputs: Inputs) -> None:
         return
     _require_known_loss(given)
     if hasattr(given.module, "router_aux_loss_coef"):
-        weights, routes = (given.mask != 0).flatten().long(), routes.flatten(0, 1)
-        delivery = Delivery(token_weights=weights, routes=routes)
-        inputs[CONTEXT] = replace(inputs[CONTEXT], delivery=delivery)
+        delivery = inputs[CONTEXT].delivery
+        delivery.token_weights = (given.mask != 0).flatten().long()
+        delivery.routes = routes.flatten(0, 1)
         inputs["output_router_logits"] = False
 
 
@@ -138,8 +136,7 @@ def request_router_logits(module: nn.Module, patch: Patch, inputs: Inputs) -> No
 
 def keep_router_logits(module: nn.Module, packed: PackedForward, outputs: Any) -> None:
     """Keep the logits of a base model's routers, as not every head returns them (TRL's)."""
-    padded = packed.row.padded
-    delivery = packed.delivery if padded is None or padded.delivery is None else padded.delivery
+    delivery = packed.delivery
     if delivery.token_weights is not None:
         delivery.router_logits = outputs["router_logits"]
 
@@ -147,7 +144,7 @@ def keep_router_logits(module: nn.Module, packed: PackedForward, outputs: Any) -
 def add_router_loss(module: Any, context: PackedForward | PaddedBatch, outputs: Any) -> None:
     """Give a head this rank's part of the row's loss. Waits for the other ranks of a shared row."""
     delivery = context.delivery
-    if delivery is None or delivery.token_weights is None:
+    if delivery.token_weights is None:
         return
     logits, weights, routes = delivery.router_logits, delivery.token_weights, delivery.routes
     group, top_k = module.__dict__[ATTRIBUTE].sequence_parallel_group, module.num_experts_per_tok

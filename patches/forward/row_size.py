@@ -18,6 +18,7 @@ from flexvarlen.layout.arguments import to_int_or_none
 from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.token_map import Padding
+from flexvarlen.patches.batch.delivery import Delivery
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.forward.head_checks import HEAD, HeadReference
@@ -122,7 +123,8 @@ def _filled(given: Given) -> PaddedBatch | None:
         refuse(given, TREES)
     layout = longer(documents, size)
     offsets = torch.arange(size, device=layout.device).clamp(max=tokens)
-    return PaddedBatch(layout, Padding(offsets, batch, row_tokens), False, several=True)
+    moves = Padding(offsets, batch, row_tokens)
+    return PaddedBatch(layout, moves, False, Delivery(), several=True)
 
 
 def longer(layout: PackedLayout, total_tokens: int) -> PackedLayout:

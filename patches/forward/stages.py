@@ -10,7 +10,7 @@ from typing import Any
 from flexvarlen.patches.batch.image_runs import runs_finder
 from flexvarlen.patches.batch.labels import target_maker
 from flexvarlen.patches.batch.positions import position_maker
-from flexvarlen.patches.forward.chunked_loss import keep_hidden_states
+from flexvarlen.patches.forward.chunked_loss import call_with_chunked_loss, keep_hidden_states
 from flexvarlen.patches.forward.idle_tower import has_idle_tower, run_idle_tower
 from flexvarlen.patches.forward.padding import pad_outputs, unpad_batch, unpad_below_head
 from flexvarlen.patches.forward.pooling import (
@@ -37,13 +37,19 @@ from flexvarlen.patches.forward.router import (
     weigh_tokens,
     weigh_tokens_or_defer,
 )
-from flexvarlen.patches.forward.row_size import check_row_size, fill_row, fill_row_below_head
+from flexvarlen.patches.forward.row_size import (
+    call_with_whole_chunks,
+    check_row_size,
+    fill_row,
+    fill_row_below_head,
+)
 from flexvarlen.patches.forward.sequence_parallel import check_shard
 from flexvarlen.patches.forward.under_head import (
     context_from_mask,
     context_into_mask,
     documents_of_head,
 )
+from flexvarlen.patches.forward.wrapper import call_own
 from flexvarlen.patches.models.heads import NO_HEAD, Head
 from flexvarlen.patches.models.verified import is_verified
 from flexvarlen.patches.parts import ModelParts
@@ -70,7 +76,7 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
     weigh = weigh_tokens_or_defer if replays else weigh_tokens
     unpad = unpad_below_head_that_replays if replays else unpad_below_head
     fixed_size = settings.same_bits is not None
-    loses_in_chunks = settings.loss_chunk_tokens is not None
+    chunks_loss = settings.loss_chunk_tokens is not None
     pads = settings.unpad or below.labels == "document" or fixed_size
     may_pool = is_base and not parts.causal
     return Stages(
@@ -111,11 +117,21 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
         ),
         outputs=_those(
             (is_base and pads, pad_outputs),
-            (is_base and below != NO_HEAD and loses_in_chunks, keep_hidden_states),
+            (is_base and below != NO_HEAD and chunks_loss, keep_hidden_states),
             (may_pool, pool_outputs),
             (is_base and shares_router_loss, keep_router_logits),
             (is_base and replays, forget_routes),
             (not is_base and shares_router_loss, add_router_loss),
+        ),
+        call=next(
+            call
+            for has_it, call in (
+                (is_base, call_own),
+                (chunks_loss, call_with_chunked_loss),
+                (fixed_size, call_with_whole_chunks),
+                (True, call_own),
+            )
+            if has_it
         ),
     )
 

@@ -27,7 +27,7 @@ from flexvarlen.patches.forward.neftune import scale_noise_by_document
 from flexvarlen.patches.forward.refusals import check_inputs
 from flexvarlen.patches.forward.router import router_loss
 from flexvarlen.patches.forward.under_head import HEAD_DROPPED_DOCUMENTS
-from flexvarlen.patches.forward.wrapper import Steps
+from flexvarlen.patches.forward.wrapper import Steps, call_own
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT, LostDocuments, Patch
 
 
@@ -88,7 +88,16 @@ def after_forward(module: nn.Module, inputs: Inputs, outputs: Any) -> None:
         outputs["loss"] = row.targets.loss(outputs.logits) + router_loss(module, outputs)
 
 
-STEPS = Steps(before_forward, after_forward, reads=COLUMNS)
+def call_as_patched(
+    module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a module's own forward, as its patch does."""
+    patch: Patch | None = module.__dict__.get(ATTRIBUTE)
+    call = call_own if patch is None else patch.stages.call
+    return call(module, own, args, kwargs)
+
+
+STEPS = Steps(before_forward, after_forward, reads=COLUMNS, call=call_as_patched)
 """What `patch_model` puts around the forward of a model and of its base model."""
 
 

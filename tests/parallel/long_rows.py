@@ -182,7 +182,7 @@ def row_of(case: Case, vocab: int) -> dict[str, Any]:
 
 def loss_of(case: Case, device: torch.device) -> tuple[Any, Callable[[], Tensor]]:
     """The wrapped model, and the loss of this rank's part of the row, times the ranks."""
-    model, row = new_model(case, device), None
+    model = new_model(case, device)
     inner, backend = model.get_base_model(), "auto" if device.type == "cuda" else "sdpa"
     row = row_of(case, inner.config.vocab_size)
     layers = inner.model.layers

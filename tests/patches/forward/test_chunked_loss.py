@@ -7,8 +7,14 @@ import copy
 import peft
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorForSeq2Seq,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import flexvarlen as fv
 from flexvarlen.patches.models.families import BY_TYPE
@@ -94,7 +100,7 @@ def check(family, inputs, settings=None, **changes):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family):
     if family in ENCODERS:
-        with pytest.raises(NotImplementedError, match="loss_chunk_tokens needs a language-model"):
+        with pytest.raises(NotImplementedError, match="loss_chunk_tokens needs the language-model"):
             fv.patch_model(new_model(family), loss_chunk_tokens=CHUNK)
         return
     check(family, rows(), **SCALED.get(family, {}))
@@ -108,8 +114,12 @@ def test_each_kind_of_model(kind):
     assert_learned_alone(kind, out.loss.detach(), gradients)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+OTHERS = [(family, form) for family in ("mamba2", "gemma4") for form in ("unpadded", "padded")]
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [*((x, form) for x in ("llama", "mixtral") for form in FORMS), *OTHERS]
+)
 def test_every_form(family, form):
     inputs, options = FORMS[form]
     check(family, inputs(), options)
@@ -154,7 +164,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("form", ["rows", "unpadded", "trees"])
-def test_logits_of_all_tokens_exist(form):
+def test_logits_of_all_tokens_never_exist(form):
     """Neither in the forward nor in the backward."""
     inputs, options = FORMS[form]
     model = fv.patch_model(new_model("llama").train(), "sdpa", loss_chunk_tokens=CHUNK, **options)
@@ -235,9 +245,65 @@ def test_trainers_that_read_logits(tmp_path):
     smooth = trainer_of(tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="computes no logits, which label_smoothing_factor needs"):
         fv.patch_trainer(smooth, "sdpa", loss_chunk_tokens=CHUNK)
+    trainer = fv.patch_trainer(trainer_of(tmp_path), "sdpa", loss_chunk_tokens=CHUNK)
+    with pytest.raises(NotImplementedError, match="predictions need logits"):
+        trainer.predict(trainer.eval_dataset)
+    fv.patch_model(trainer.model, "sdpa", unpad=True)
+    assert len(trainer.predict(trainer.eval_dataset).predictions) == len(samples())
     of_trl = trainer_of(tmp_path, type("SFTTrainer", (Trainer,), {"__module__": "trl.trainer"}))
-    with pytest.raises(ValueError, match="pass loss_type='chunked_nll' to SFTConfig"):
+    with pytest.raises(ValueError, match="SFTConfig has loss_type='chunked_nll'"):
         fv.patch_trainer(of_trl, "sdpa", loss_chunk_tokens=CHUNK)
+
+
+def test_patched_below_a_wrapper(fresh_accelerate):
+    """accelerate's, which runs the forward alone under autocast."""
+    dtypes = []
+    for first in (None, {}, {"loss_chunk_tokens": CHUNK}):
+        model = new_model("llama").train()
+        if first is not None:
+            fv.patch_model(model, "sdpa", **first)
+        model = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+        fv.patch_model(model, "sdpa", loss_chunk_tokens=CHUNK)
+        model.lm_head.register_forward_hook(lambda *given: dtypes.append(given[2].dtype))
+        assert model(**rows()).logits is None
+        assert set(dtypes) == {torch.bfloat16}
+        fv.patch_model(model, "sdpa")
+        assert model(**rows()).logits.shape[1] == 40
+
+
+def test_the_base_model_alone():
+    model = fv.patch_model(new_model("llama"), "sdpa", unpad=True, loss_chunk_tokens=CHUNK)
+    inputs = {name: x for name, x in padded().items() if name != "labels"}
+    expected = fv.patch_model(new_model("llama"), "sdpa", unpad=True).model(**inputs)
+    assert torch.equal(model.model(**inputs).last_hidden_state, expected.last_hidden_state)
+
+
+def test_sums_in_low_precision():
+    """Of a head that learns in bfloat16 too many chunks stall; a frozen one has no sum."""
+    model = new_model("llama").to(torch.bfloat16)
+    fv.patch_model(model, "sdpa", loss_chunk_tokens=1)
+    with pytest.raises(ValueError, match="loss_chunk_tokens must be at least 2 for 80 tokens"):
+        model(**rows())
+    model.get_output_embeddings().requires_grad_(False)
+    assert model(**rows()).loss.isfinite()
+
+
+class OwnLoss(LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, logits_to_keep=0, **kwargs):
+        return super().forward(input_ids, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
+
+
+REFUSED_MODELS = {
+    "own forward": (lambda: OwnLoss(new_model("llama").config), "with transformers' own forward"),
+    "z-loss": (lambda: new_model("bamba", z_loss_coefficient=0.1), "z_loss_coefficient=0.1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_MODELS)
+def test_models_with_more_in_their_loss(case):
+    make, words = REFUSED_MODELS[case]
+    with pytest.raises(NotImplementedError, match=words):
+        fv.patch_model(make(), "reference", loss_chunk_tokens=CHUNK)
 
 
 REFUSED = {
@@ -259,6 +325,7 @@ def test_arguments_are_refused(case):
 
 CALLS = {
     "logits_to_keep": ({"logits_to_keep": 2}, {}, "logits_to_keep must not be given"),
+    "tokens": ({"logits_to_keep": torch.tensor([1, 2])}, {}, "logits_to_keep must not be given"),
     "return_dict": ({"return_dict": False}, {}, "return_dict must stay True"),
     "loss": ({}, {"loss_function": lambda logits, labels, **_: logits.sum()}, "another loss"),
 }
