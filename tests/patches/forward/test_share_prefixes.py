@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import flexvarlen as fv
 from flexvarlen.layout.token_map import Padding
 from flexvarlen.patches.batch import shared_rows
+from flexvarlen.patches.batch.delivery import Delivery
 from flexvarlen.patches.batch.padded_batch import (
     PaddedBatch,
     find_padding,
@@ -183,7 +184,7 @@ def test_a_prefix_is_computed_once_for_each_offset(rows, typed, multiple_of):
 def test_gradients_of_shared_tokens_are_summed_in_fp32():
     ids = torch.arange(64).expand(8, -1)
     layout = fv.PackedLayout.from_lengths([64] * 8)
-    batch = PaddedBatch(layout, Padding(torch.arange(512), 8, 64), pads_left=False)
+    batch = PaddedBatch(layout, Padding(torch.arange(512), 8, 64), False, Delivery())
     batch = share_prefixes_of_rows(batch, {"input_ids": ids}, multiple_of=1)
     x = torch.zeros(1, 64, 4, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn(8, 64, 4).bfloat16()
