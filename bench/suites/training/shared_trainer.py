@@ -95,9 +95,7 @@ def new_trainer(
         fv.patch_model(model, case.backend)
         return trainer
     chunk = None if variant == "sft" else LOGIT_TOKENS
-    return fv.patch_trainer(
-        trainer, case.backend, context_parallel=ranks, loss_chunk_tokens=chunk
-    )
+    return fv.patch_trainer(trainer, case.backend, context_parallel=ranks, loss_chunk_tokens=chunk)
 
 
 def _sft_trainer(model: Any, settings: dict[str, Any], rows: list[list[Document]]) -> Trainer:
