@@ -163,7 +163,7 @@ def shared(run: str, folder: str, ranks: int | None = None, **changes: Any) -> T
     datasets.disable_progress_bars()
     trainer = trainer_of(run, f"{folder}/{run}", **changes)
     options = {"context_parallel": ranks or RUNS[run][0]}
-    if run in IN_CHUNKS:
+    if run in IN_CHUNKS and not changes:
         options["loss_chunk_tokens"] = 16
     return fv.patch_trainer(trainer, "sdpa", **options)
 

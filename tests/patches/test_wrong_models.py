@@ -155,6 +155,13 @@ CASES = (
         made("qwen2_vl"),
         {"same_bits": 64},
     ),
+    Case(
+        why_not.loss_in_chunks,
+        "loss_chunk_tokens needs the language-model head of a verified family, with transformers' "
+        "own forward",
+        made("bert"),
+        {"loss_chunk_tokens": 64},
+    ),
     Case(why_not.windows_both_ways, "use_bidirectional_attention must not be", window_both_ways),
     Case(
         why_not.dynamic_rope,
