@@ -97,10 +97,10 @@ def patch_model(
             document.) Checked at once, on the model's device and in its dtype, or autocast's, with
             the logits of two rows in memory. True is for `patch_trainer`. Forwards that use a cache
             are left out. See docs/backends.md.
-        loss_chunk_tokens: with labels, compute the loss from hidden states, the logits of so many
-            tokens at a time, in the backward too; `logits` of the outputs are then None. The loss
-            must be transformers' own for the next token. A compiled graph has as many copies of the
-            head as there are chunks. Not of forwards with a cache or a 4D mask.
+        loss_chunk_tokens: with labels, compute the loss from hidden states, the logits of this
+            many tokens at a time, in the backward too; `logits` of the outputs are then None. The
+            loss must be transformers' own for the next token. A compiled graph has as many copies
+            of the head as there are chunks. Not of forwards with a cache or a 4D mask.
         verify: check the patched model on a small random batch, as `verify_isolation` does; a kind
             of model that has passed is not checked again in the same process.
 

@@ -246,9 +246,7 @@ def why_not_context_parallel(trainer: Any, ranks: int) -> str | None:
         ),
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "average_tokens_across_devices=False": not args.average_tokens_across_devices,
-        "label_smoothing_factor": args.label_smoothing_factor != 0,
-        "compute_loss_func": trainer.compute_loss_func is not None,
-        "compute_metrics": trainer.compute_metrics is not None,
+        **settings_that_read_logits(trainer),
         "train_sampling_strategy='batch_rebalance'": (
             args.train_sampling_strategy == "batch_rebalance"
         ),
@@ -266,6 +264,15 @@ def why_not_context_parallel(trainer: Any, ranks: int) -> str | None:
             'packing=True, packing_strategy="bfd".'
         )
     return None
+
+
+def settings_that_read_logits(trainer: Any) -> dict[str, bool]:
+    """Whether each of them is set."""
+    return {
+        "label_smoothing_factor": trainer.args.label_smoothing_factor != 0,
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "compute_metrics": trainer.compute_metrics is not None,
+    }
 
 
 def has_known_loss(trainer: Trainer) -> bool:

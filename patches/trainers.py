@@ -15,7 +15,10 @@ from transformers import PreTrainedModel, Trainer
 
 from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.patches.api import current_patch, patch_model, restore
-from flexvarlen.patches.context_parallel_trainer import enable_context_parallel
+from flexvarlen.patches.context_parallel_trainer import (
+    enable_context_parallel,
+    settings_that_read_logits,
+)
 from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.replay_trainer import replay_rollouts, replays_rollout
@@ -56,7 +59,7 @@ def patch_trainer(
     an error.
 
     With `tokens_per_part` too, the rows of all micro-batches of an optimizer step form one tree,
-    which runs in parts of at most so many tokens: of TRL's GRPO, RLOO, DPO and KTO trainers, with
+    which runs in parts of at most that many tokens: of TRL's GRPO, RLOO, DPO and KTO trainers, with
     text, in one process or a tree for each under DDP or FSDP2. Losses stay the trainer's own.
 
     GRPOTrainer replays the experts of an inference engine if its `rollout_func` returns them as
@@ -201,12 +204,7 @@ def _check_own_loss(trainer: Any) -> None:
             f"{type(trainer).__name__}, which scores tokens itself; remove it (SFTConfig has "
             "loss_type='chunked_nll')."
         )
-    reads_logits = {
-        "label_smoothing_factor": trainer.args.label_smoothing_factor != 0,
-        "compute_loss_func": trainer.compute_loss_func is not None,
-        "compute_metrics": trainer.compute_metrics is not None,
-    }
-    given = [name for name, is_given in reads_logits.items() if is_given]
+    given = [name for name, is_set in settings_that_read_logits(trainer).items() if is_set]
     if given:
         raise ValueError(
             f"loss_chunk_tokens computes no logits, which {' and '.join(given)} needs; remove it."

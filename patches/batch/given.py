@@ -27,6 +27,13 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """A model's keyword for its cache: `cache` from transformers 5.24 on, which still takes the other
 two; before, `past_key_values`, or `cache_params` in Mamba-2."""
 
+
+def fills_cache(inputs: Inputs) -> bool:
+    """Whether a forward decodes, or fills a cache, as generation does."""
+    has_cache = any(inputs.get(name) is not None for name in CACHE_NAMES)
+    return has_cache or bool(inputs.get("use_cache"))
+
+
 _WITH_TEXT = 4  # rows of position_ids in vision-language models: text, time, height, width
 
 

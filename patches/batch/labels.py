@@ -116,7 +116,7 @@ def _weighted(given: Given, labels: Tensor, counts: Tensor, withheld: tuple[str,
 
 
 def loss_of(shift_labels: Tensor, label_counts: Tensor, num_items_in_batch: Any) -> Loss:
-    """`tree_loss` of these labels, each of which counts so often."""
+    """`tree_loss` of these labels, each with how often it counts."""
     return functools.partial(
         tree_loss,
         shift_labels=shift_labels,

@@ -19,6 +19,7 @@ from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.labels import Loss, loss_of
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.forward.head_checks import user_loss
+from flexvarlen.patches.forward.padding import require_dict
 from flexvarlen.patches.forward.router import router_loss
 from flexvarlen.patches.forward.wrapper import call_own, has_fused_head_of_trl
 from flexvarlen.patches.lm_head import lm_head
@@ -124,9 +125,7 @@ def _check_call(module: Any, kwargs: dict[str, Any]) -> None:
             "logits_to_keep must not be given with labels and loss_chunk_tokens, which computes "
             f"no logits, got {kept}; remove it, or the labels."
         )
-    asked = kwargs.get("return_dict")
-    if not (module.config.return_dict if asked is None else asked):
-        raise ValueError("return_dict must stay True with loss_chunk_tokens, got False; remove it.")
+    require_dict(module.config, kwargs)
 
 
 def _check_chunks(module: Any, hidden: Tensor, chunk_tokens: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flexvarlen.layout.arguments import to_int_or_none
 from flexvarlen.packing.images import has_images
 from flexvarlen.patches.attention.packed_forward import PackedForward
-from flexvarlen.patches.batch.given import Given, Inputs, read_arguments
+from flexvarlen.patches.batch.given import Given, Inputs, fills_cache, read_arguments
 from flexvarlen.patches.batch.labels import next_token_labels
 from flexvarlen.patches.batch.padded_batch import PaddedBatch, find_padding
 from flexvarlen.patches.batch.positions import padded_positions
@@ -63,7 +63,7 @@ def run_packed(given: Given, padded: PaddedBatch) -> Given:
         ValueError: `return_dict=False` asks for a tuple, whose outputs could not be replaced.
         NotImplementedError: images of other models than Qwen-VL where rows share prefixes.
     """
-    require_dict(given)
+    require_dict(given.config, given.inputs)
     inputs = given.inputs
     if given.patch.share_prefixes and not padded.several:
         if given.parts.vision_name and has_images(inputs):
@@ -76,10 +76,10 @@ def run_packed(given: Given, padded: PaddedBatch) -> Given:
     return read_arguments(given.module, given.patch, row, tokens, padded)
 
 
-def require_dict(given: Given) -> None:
+def require_dict(config: Any, inputs: Inputs) -> None:
     """Raise where the outputs of a base model are a tuple, in which none can be replaced."""
-    return_dict = given.inputs.get("return_dict")
-    if not (given.config.return_dict if return_dict is None else return_dict):
+    return_dict = inputs.get("return_dict")
+    if not (config.return_dict if return_dict is None else return_dict):
         raise ValueError(
             "return_dict must stay True for packed or unpadded batches, got False; remove it."
         )
@@ -95,9 +95,13 @@ def _find_padded_batch(given: Given) -> PaddedBatch | None:
     Reads the device once, if there is a 2D mask.
     """
     inputs, parts, mask = given.inputs, given.parts, given.mask
-    fills_cache = given.cache is not None or inputs.get("use_cache")
     has_boundaries = any(x is not None for x in given.boundaries.values())
-    if not isinstance(mask, Tensor) or mask.shape != given.shape or fills_cache or has_boundaries:
+    if (
+        not isinstance(mask, Tensor)
+        or mask.shape != given.shape
+        or fills_cache(inputs)
+        or has_boundaries
+    ):
         return None
     found: PaddedBatch | None = find_padding(
         mask,

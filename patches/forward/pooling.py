@@ -123,7 +123,7 @@ def pooled_tokens(given: Given, layout: PackedLayout, several: bool) -> Tensor |
             )
     if padded is not None or not several:
         return None
-    require_dict(given)
+    require_dict(given.config, given.inputs)
     if torch.compiler.is_compiling():  # a graph keeps the slots without a document
         return layout.first_tokens()
     if bool(one_document_per_row(layout, batch)):

@@ -19,7 +19,7 @@ from flexvarlen.layout.labels import LABEL_COUNTS, SAMPLE_COUNTS
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.token_map import Padding
 from flexvarlen.patches.batch.delivery import Delivery
-from flexvarlen.patches.batch.given import Given, Inputs
+from flexvarlen.patches.batch.given import Given, Inputs, fills_cache
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.forward.head_checks import HEAD, HeadReference
 from flexvarlen.patches.forward.padding import for_head, run_packed
@@ -112,9 +112,8 @@ def fill_row_below_head(given: Given) -> Given | Inputs:
 
 def _filled(given: Given) -> PaddedBatch | None:
     size, tokens = given.patch.same_bits, _tokens(given)
-    fills_cache = given.cache is not None or _fills_cache(given.inputs)
-    is_row = given.why_unpacked is None and given.padded is None and not fills_cache
-    if size is None or tokens == size or not is_row:
+    is_row = given.why_unpacked is None and given.padded is None
+    if size is None or tokens == size or not is_row or fills_cache(given.inputs):
         return None
     refuse(given, ROW_SIZE)
     batch, row_tokens = given.shape
@@ -187,11 +186,6 @@ def _real_tokens(layout: PackedLayout) -> int:
 # ---- heads ----
 
 
-def _fills_cache(inputs: Inputs) -> bool:
-    """Whether a forward decodes, or fills a cache, as generation does: rows keep their size."""
-    return inputs.get("past_key_values") is not None or bool(inputs.get("use_cache"))
-
-
 def _unchanged(module: nn.Module, inputs: Inputs) -> None:
     return None
 
@@ -201,7 +195,7 @@ def _in_pieces(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[
     (hidden,) = args or kwargs.values()
     size: int | None = module.__dict__.get(HEAD_TOKENS)  # None: unpatched, below a hook
     rows: Tensor = hidden.flatten(0, -2)
-    if size is None or len(rows) == size or any(map(_fills_cache, running_calls())):
+    if size is None or len(rows) == size or any(map(fills_cache, running_calls())):
         return call_own(module, own, (hidden,), {})
     pieces = pad(rows, (0, 0, 0, -len(rows) % size)).split(size)
     outputs = [call_own(module, own, (piece[None],), {})[0] for piece in pieces]

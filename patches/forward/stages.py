@@ -79,6 +79,11 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
     chunks_loss = settings.loss_chunk_tokens is not None
     pads = settings.unpad or below.labels == "document" or fixed_size
     may_pool = is_base and not parts.causal
+    call = call_own
+    if not is_base and chunks_loss:
+        call = call_with_chunked_loss
+    elif not is_base and fixed_size:
+        call = call_with_whole_chunks
     return Stages(
         arguments=_those(
             (replays, take_routes),
@@ -123,16 +128,7 @@ def choose_stages(parts: ModelParts, settings: Settings, *, below: Head = NO_HEA
             (is_base and replays, forget_routes),
             (not is_base and shares_router_loss, add_router_loss),
         ),
-        call=next(
-            call
-            for has_it, call in (
-                (is_base, call_own),
-                (chunks_loss, call_with_chunked_loss),
-                (fixed_size, call_with_whole_chunks),
-                (True, call_own),
-            )
-            if has_it
-        ),
+        call=call,
     )
 
 

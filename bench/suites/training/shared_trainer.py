@@ -90,12 +90,13 @@ def new_trainer(
     else:
         options = {"train_dataset": rows, "data_collator": fv.PackedCollator()}
         trainer = Trainer(model, TrainingArguments(**settings), **options)
-    ranks = case.ranks if dist.get_world_size() > 1 else None
-    if ranks is None and variant == "sft":
-        fv.patch_model(model, case.backend)
-        return trainer
     chunk = None if variant == "sft" else LOGIT_TOKENS
-    return fv.patch_trainer(trainer, case.backend, context_parallel=ranks, loss_chunk_tokens=chunk)
+    if dist.get_world_size() == 1:
+        fv.patch_model(model, case.backend, loss_chunk_tokens=chunk)
+        return trainer
+    return fv.patch_trainer(
+        trainer, case.backend, context_parallel=case.ranks, loss_chunk_tokens=chunk
+    )
 
 
 def _sft_trainer(model: Any, settings: dict[str, Any], rows: list[list[Document]]) -> Trainer:
