@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -63,6 +64,7 @@ class Case:
         way: "documents" (ours), "ulysses", or "alone".
         offload: whether checkpoints are in host memory.
         geometry: "qwen3-8b", or of `GEOMETRIES`.
+        steps: that are timed.
     """
 
     tokens: int
@@ -82,17 +84,17 @@ class Case:
 K = 1024
 CASES = [
     Case(128 * K, 16 * K, 1, "alone"),
-    Case(128 * K, 64 * K, 1, "alone"),
     Case(256 * K, 16 * K, 2),
     Case(256 * K, 16 * K, 2, "ulysses"),
-    Case(256 * K, 64 * K, 2),
-    Case(256 * K, 256 * K, 2, steps=1),
-    Case(256 * K, 256 * K, 2, "ulysses", steps=1),
+    Case(128 * K, 64 * K, 1, "alone", steps=1),
+    Case(256 * K, 64 * K, 2, steps=1),
     Case(512 * K, 8 * K, 2, offload=True, steps=1),
-    Case(512 * K, 512 * K, 2, offload=True, steps=1),
     Case(1024 * K, 16 * K, 4, offload=True, steps=1),
     Case(256 * K, 16 * K, 2, geometry="qwen3.5-2b"),
     Case(512 * K, 8 * K, 2, geometry="qwen3.5-2b", steps=1),
+    Case(256 * K, 256 * K, 2, steps=1),
+    Case(256 * K, 256 * K, 2, "ulysses", steps=1),
+    Case(512 * K, 512 * K, 2, offload=True, steps=1),
 ]
 TINY = [
     Case(tokens, document, ranks, way, offload, geometry="qwen3-tiny")
@@ -173,43 +175,57 @@ def sharded(model: Any, layers: Any, device: torch.device) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def row_of(case: Case, vocab: int) -> dict[str, Any]:
+def row_of(tokens: int, document: int, vocab: int) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(1)
-    count = case.tokens // case.document
-    ids = torch.randint(vocab, (count, case.document), generator=rng).tolist()
-    return fv.PackedCollator(total_tokens=case.tokens)([ids])
+    ids = torch.randint(vocab, (tokens // document, document), generator=rng).tolist()
+    return fv.PackedCollator(total_tokens=tokens)([ids])
 
 
-def loss_of(case: Case, device: torch.device) -> tuple[Any, Callable[[], Tensor]]:
-    """The wrapped model, and the loss of this rank's part of the row, times the ranks."""
+@dataclass(frozen=True)
+class Training:
+    """A model, what this rank takes of a row, and its part of the row's loss, times the ranks."""
+
+    model: Any
+    of_rank: Callable[[dict[str, Any]], dict[str, Any]]
+    loss: Callable[[dict[str, Any]], Tensor]
+
+
+def training(case: Case, device: torch.device) -> Training:
     model = new_model(case, device)
-    inner, backend = model.get_base_model(), "auto" if device.type == "cuda" else "sdpa"
-    row = row_of(case, inner.config.vocab_size)
-    layers = inner.model.layers
+    backend = "auto" if device.type == "cuda" else "sdpa"
+    layers = model.get_base_model().model.layers
     if case.way == "alone":
         fv.patch_model(model, backend, loss_chunk_tokens=CHUNK)
-        inputs = send_to_device(row, device)
-        return model, lambda: model(**inputs).loss
+        return Training(
+            model, lambda row: send_to_device(row, device), lambda row: model(**row).loss
+        )
     if case.way == "documents":
         group = dist.group.WORLD
         fv.patch_model(model, backend, sequence_parallel_group=group, loss_chunk_tokens=CHUNK)
-        shard = fv.shard_row(send_to_device(row, device), group, **fv.shard_options(model))
         wrapped = sharded(model, layers, device)
-        return model, lambda: wrapped(**shard).loss * case.ranks
+        options = fv.shard_options(model)
+        return Training(
+            model,
+            lambda row: fv.shard_row(send_to_device(row, device), group, **options),
+            lambda shard: wrapped(**shard).loss * case.ranks,
+        )
     whole = Ulysses(model)
+    whole.backend = backend
     wrapped = sharded(whole, layers, device)
-    whole.backend, whole.layout = backend, row["packed_layout"].to(device)
-    labels = row["labels"].roll(-1, 1)
-    labels[:, -1] = -100
-    num_items = int((labels != -100).sum())
-    of_rank = slice(*(case.tokens // case.ranks * (dist.get_rank() + i) for i in (0, 1)))
-    parts = {
-        "input_ids": row["input_ids"],
-        "position_ids": row["packed_layout"].position_ids()[None].cpu(),
-        "shift_labels": labels,
-    }
-    shard = {name: x[:, of_rank].to(device) for name, x in parts.items()}
-    return model, lambda: wrapped(num_items=num_items, **shard) * case.ranks
+
+    def of_rank(row: dict[str, Any]) -> dict[str, Any]:
+        whole.layout = row["packed_layout"].to(device)
+        labels = row["labels"].roll(-1, 1)
+        labels[:, -1] = -100
+        parts = {
+            "input_ids": row["input_ids"],
+            "position_ids": row["packed_layout"].position_ids()[None].cpu(),
+            "shift_labels": labels,
+        }
+        mine = {name: x.chunk(case.ranks, 1)[dist.get_rank()] for name, x in parts.items()}
+        return send_to_device(mine, device) | {"num_items": int((labels != -100).sum())}
+
+    return Training(model, of_rank, lambda shard: wrapped(**shard) * case.ranks)
 
 
 class Memory:
@@ -226,14 +242,18 @@ class Memory:
 
 
 def measured(case: Case, device: torch.device) -> dict[str, Any]:
-    model, loss = loss_of(case, device)
-    learned = [x for x in model.parameters() if x.requires_grad]
+    trained = training(case, device)
+    learned = [x for x in trained.model.parameters() if x.requires_grad]
     optimizer = torch.optim.AdamW(learned, 1e-5)
     memory, losses = Memory(device), []
+    vocab = trained.model.get_base_model().config.vocab_size
 
-    def step() -> None:
+    def of_rank(shorter: int) -> dict[str, Any]:
+        return trained.of_rank(row_of(case.tokens // shorter, case.document // shorter, vocab))
+
+    def step(row: dict[str, Any]) -> None:
         memory.note("weights and optimizer")
-        part = loss()
+        part = trained.loss(row)
         memory.note("peak of the forward", peak=True)
         memory.note("kept for the backward")
         part.backward()
@@ -242,8 +262,10 @@ def measured(case: Case, device: torch.device) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(part.detach() / case.ranks)
 
-    step()
-    seconds = [largest([seconds_of(step, device)], device)[0] for _ in range(case.steps)]
+    step(of_rank(shorter=16))  # not measured
+    losses.clear()
+    once = partial(step, of_rank(shorter=1))
+    seconds = [largest([seconds_of(once, device)], device)[0] for _ in range(case.steps)]
     total = torch.stack(losses)
     if case.ranks > 1:
         dist.all_reduce(total)
