@@ -5,16 +5,17 @@ compared bit by bit; times of forwards on full rows; and log-probabilities of TR
 micro-batches of 1 to 8, of long and of short samples: unpatched, packed, and packed with
 `same_bits`. From the checkout:
 
-    python -m tests.patches.same_bits COMMIT [FILE]
+    python -m tests.patches.same_bits COMMIT [FILE [PART ...]]
 
-appends to FILE, by default `same_bits.jsonl`: on a GPU 14 layers of the Qwen3-1.7B geometry in
-bfloat16 (one H200, about four minutes), on a CPU a tiny model in float32 and bfloat16.
+appends to FILE, by default `same_bits.jsonl`, the parts named of "bits", "times" and "grpo", else
+all: on a GPU 14 layers of the Qwen3-1.7B geometry in bfloat16 (one H200, about four minutes), on a
+CPU a tiny model in float32 and bfloat16.
 """
 
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -285,13 +286,14 @@ def grpo(of: Setting, dtype: torch.dtype) -> Iterator[Record]:
             }
 
 
-def measured(of: Setting) -> Iterator[Record]:
+def measured(of: Setting, parts: Collection[str]) -> Iterator[Record]:
     for dtype in of.dtypes:
         for part in (bits, times, grpo):
-            yield from part(of, dtype)
+            if not parts or part.__name__ in parts:
+                yield from part(of, dtype)
 
 
-def main(commit: str, out: str | Path = RECORDS) -> None:
+def main(commit: str, out: str | Path = RECORDS, *parts: str) -> None:
     of = H200 if torch.cuda.is_available() else CPU
     about = {
         "geometry": of.geometry,
@@ -299,7 +301,7 @@ def main(commit: str, out: str | Path = RECORDS) -> None:
         "environment": environment(torch.device(of.device)) | {"git_commit": commit},
     }
     with Path(out).open("a", encoding="utf-8") as file:
-        for record in measured(of):
+        for record in measured(of, parts):
             line = json.dumps(record | about)
             print(line[:300], flush=True)
             file.write(line + "\n")

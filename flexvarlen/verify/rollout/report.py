@@ -73,15 +73,25 @@ def sentence(records: Sequence[Record]) -> str:
 
 
 def section(records: Sequence[Record]) -> str:
-    """The table of a page: a column for each file, a line for each thing that is changed."""
+    """The tables of a page, one a model."""
+    ran = [r for r in records if r.status == "ok"]
+    return "\n\n".join(map(_table, grouped_by(ran, lambda r: r.case["model"]).values()))
+
+
+def _table(records: Sequence[Record]) -> str:
+    """A column for each file, a line for each attention, and for each other thing changed."""
     cells: dict[str, dict[str, str]] = {}
-    for own in _files([r for r in records if r.status == "ok"]):
+    for own in _files(records):
         base, changed = causes(own)
-        for name, r in {f"our `{base.case['variant']}`, packed": base, **changed}.items():
-            text = f"{number(_distance(r))} ({share(r.measures['outside_0.9_1.1'])})"
-            cells.setdefault(name, {})[own[0].case["file"].partition(".")[0]] = text
+        lines = {r.case["variant"]: r for r in own if r.case["pass"] == PACKED}
+        lines |= {f"{name} \\*": r for name, r in changed.items() if r.case["pass"] != PACKED}
+        column = own[0].case["file"].partition(".")[0]
+        for name, r in lines.items():
+            of_base = ", \\*" if r is base else ""
+            text = f"{number(_distance(r))} ({share(r.measures['outside_0.9_1.1'])}{of_base})"
+            cells.setdefault(name, {})[column] = text
     files = list(dict.fromkeys(file for line in cells.values() for file in line))
-    columns = [Column("changed", lambda line: line[0])]
+    columns = [Column("attention", lambda line: line[0])]
     columns += [Column(file, partial(_cell, file)) for file in files]
     case, m = records[0].case, records[0].measures
     return (
