@@ -10,6 +10,7 @@ appends to `long_rows.jsonl`: on GPUs the Qwen3-8B geometry, the cases of so man
 holds a NAME; without GPUs a tiny model.
 """
 
+import gc
 import json
 import os
 import sys
@@ -129,27 +130,12 @@ def new_model(case: Case, device: torch.device) -> Any:
 class Ulysses(nn.Module):
     """A model's loss on consecutive tokens of each rank, each with some heads of attention."""
 
-    layout: fv.PackedLayout
-    backend: str
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        AttentionInterface.register("ulysses", self.attend)
+        AttentionInterface.register("ulysses", attend_by_heads)
         AttentionMaskInterface.register("ulysses", lambda *_, **__: None)
         model.get_base_model().set_attn_implementation("ulysses")  # type: ignore[operator]
-
-    def attend(
-        self, layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **given: Any
-    ) -> tuple[Tensor, None]:
-        """`[1, H, S, D]` of the rank's S tokens -> `[1, S, H, D]`."""
-        q_THD, k_THD, v_THD = map(_all_tokens, (q, k, v))
-        out = fv.packed_attention(
-            q_THD, k_THD, v_THD, self.layout, backend=self.backend, scale=given["scaling"]
-        )
-        sent = out.unflatten(0, (dist.get_world_size(), -1)).contiguous()
-        found = all_to_all_single(torch.empty_like(sent), sent)  # [P, S, H / P, D]
-        return found.transpose(0, 1).flatten(1, 2)[None], None
 
     def forward(self, shift_labels: Tensor, num_items: int, **inputs: Any) -> Tensor:
         model = self.model.get_base_model()  # type: ignore[operator]
@@ -157,6 +143,19 @@ class Ulysses(nn.Module):
         head = fv.lm_head(model)
         scores = fv.token_logprobs(hidden, shift_labels, head=head, chunk_tokens=CHUNK)
         return -scores.sum() / num_items
+
+
+def attend_by_heads(
+    layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: None, **given: Any
+) -> tuple[Tensor, None]:
+    """`[1, H, S, D]` of the rank's S tokens -> `[1, S, H, D]`."""
+    q_THD, k_THD, v_THD = map(_all_tokens, (q, k, v))
+    out = fv.packed_attention(
+        q_THD, k_THD, v_THD, given["row"], backend=given["backend"], scale=given["scaling"]
+    )
+    sent = out.unflatten(0, (dist.get_world_size(), -1)).contiguous()
+    found = all_to_all_single(torch.empty_like(sent), sent)  # [P, S, H / P, D]
+    return found.transpose(0, 1).flatten(1, 2)[None], None
 
 
 def _all_tokens(x: Tensor) -> Tensor:
@@ -209,21 +208,19 @@ def training(case: Case, device: torch.device) -> Training:
             lambda row: fv.shard_row(send_to_device(row, device), group, **options),
             lambda shard: wrapped(**shard).loss * case.ranks,
         )
-    whole = Ulysses(model)
-    whole.backend = backend
-    wrapped = sharded(whole, layers, device)
+    wrapped = sharded(Ulysses(model), layers, device)
 
     def of_rank(row: dict[str, Any]) -> dict[str, Any]:
-        whole.layout = row["packed_layout"].to(device)
-        labels = row["labels"].roll(-1, 1)
+        layout, labels = row["packed_layout"], row["labels"].roll(-1, 1)
         labels[:, -1] = -100
         parts = {
             "input_ids": row["input_ids"],
-            "position_ids": row["packed_layout"].position_ids()[None].cpu(),
+            "position_ids": layout.position_ids()[None],
             "shift_labels": labels,
         }
         mine = {name: x.chunk(case.ranks, 1)[dist.get_rank()] for name, x in parts.items()}
-        return send_to_device(mine, device) | {"num_items": int((labels != -100).sum())}
+        others = {"num_items": int((labels != -100).sum()), "backend": backend}
+        return send_to_device(mine, device) | others | {"row": layout.to(device)}
 
     return Training(model, of_rank, lambda shard: wrapped(**shard) * case.ranks)
 
@@ -301,8 +298,8 @@ def main(commit: str, *names: str) -> None:
             found = measured(case, device)
         except torch.OutOfMemoryError as why:
             found = {"case": vars(case), "status": "oom", "reason": str(why)[:200]}
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        gc.collect()
+        torch.cuda.empty_cache()
         if dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
             with RECORDS.open("a", encoding="utf-8") as file:
