@@ -70,9 +70,10 @@ use_fla_configs_once_imported()
 
 # The first example of a test may import or compile: a deadline would fail on that alone. The blob
 # finds an example again in another checkout, which has not kept it.
-hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("dev", deadline=None, print_blob=True, max_examples=50)
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("dev"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+hypothesis.settings.register_profile("slow", max_examples=100)  # else as the loaded one
 
 
 def pytest_addoption(parser):
@@ -80,12 +81,19 @@ def pytest_addoption(parser):
 
     `--chat-cases N`: random chats of each tokenizer that are held against the chat template.
     `--all-forms`: all combinations of tests marked `pairwise`, not a sample.
-    `--slow`: the tests marked `slow` too, and every parameter of those marked `sampled`.
+    `--slow`: the tests marked `slow` too, every parameter of those marked `sampled`, and twice as
+    many examples of hypothesis.
     """
     parser.addoption("--mask-cases", type=int, default=60)
     parser.addoption("--chat-cases", type=int, default=84)
     parser.addoption("--all-forms", action="store_true")
     parser.addoption("--slow", action="store_true")
+
+
+def pytest_configure(config):
+    """Before the tests are imported, whose own settings go by the profile."""
+    if config.getoption("--slow"):
+        hypothesis.settings.load_profile("slow")
 
 
 def pytest_generate_tests(metafunc):

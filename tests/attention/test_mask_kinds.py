@@ -178,7 +178,12 @@ def test_log_sum_exp_of_cross_attention(kernel):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("sdpa", "chunk"), ("reference", "prefix"), ("sdpa", "cross_causal")]
+    ("name", "kind"),
+    [
+        ("sdpa", "chunk"),
+        pytest.param("reference", "prefix", marks=pytest.mark.slow),
+        ("sdpa", "cross_causal"),
+    ],
 )
 def test_every_kind_traces_whole(name, kind):
     case = case_of("mixed", kind)

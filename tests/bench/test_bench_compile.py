@@ -69,7 +69,10 @@ def compile_case(scope):
     return CompileCase("qwen3-tiny", 4, 64, 16, "eager", dtype="float32", scope=scope)
 
 
-@pytest.mark.parametrize(("scope", "graphs"), [("whole", 1), ("layer", 4), ("decoder", 1)])
+@pytest.mark.parametrize(
+    ("scope", "graphs"),
+    [("whole", 1), ("layer", 4), pytest.param("decoder", 1, marks=pytest.mark.slow)],
+)
 def test_a_compilation_is_timed_apart_from_the_steps_after_it(scope, graphs):
     found = measured(compile_case(scope), "sdpa", compile_time.WARM, CPU)
     assert (found["graphs"], found["graph_breaks"], found["graphs_later"]) == (graphs, 0, 0)
@@ -127,6 +130,7 @@ def test_a_call_that_keeps_its_first_documents_is_wrong(monkeypatch):
     assert found.reason.startswith("after other documents came")
 
 
+@pytest.mark.slow  # as the packings above
 def test_compiled_inference_compiles_once_for_both_packings():
     (found,) = small_inference.SUITE.measure(COMPILED, ["auto@position_ids"], QUICK)
     assert found.status == "ok"

@@ -13,13 +13,9 @@ from flexvarlen.bench.suites.model.whole_model import SUITE, Training
 from flexvarlen.verify.experiment import experiment, inputs
 from flexvarlen.verify.experiment.variant import make_variant
 from tests.bench.quick import ON_A_GPU, QUICK, records_of
+from tests.slow import with_slow
 
 TEXT, LOG_NORMAL, COMPILED = SUITE.cases(QUICK)
-
-
-@pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    return records_of(SUITE, tmp_path_factory.mktemp("model"))
 
 
 def measured(case, *variants):
@@ -29,15 +25,16 @@ def measured(case, *variants):
 # --- what is measured ----------------------------------------------------------------------------
 
 
-def test_every_variant_has_a_record_and_throughput_counts_no_padding(records):
-    expected = {(c.name, v) for c in SUITE.cases(QUICK) for v in SUITE.variants(c, QUICK)}
-    names = {(c.geometry, c.mode, c.tokens): c.name for c in SUITE.cases(QUICK)}
-    found = {
-        (names[r.case["geometry"], r.case["mode"], r.case["tokens"]], r.case["variant"])
-        for r in records
-    }
-    assert found == expected
-    assert {r.status for r in records} == {"ok", "unsupported"}
+@pytest.mark.parametrize(
+    "case",
+    # Compiled rows: test_bench_compile.py.
+    with_slow([TEXT, LOG_NORMAL, COMPILED], [COMPILED]),
+    ids=lambda case: case.name,
+)
+def test_every_variant_has_a_record_and_throughput_counts_no_padding(case, tmp_path):
+    records = records_of(SUITE, tmp_path, cases=f"^{case.name}$")
+    assert {r.case["variant"] for r in records} == {*SUITE.variants(case, QUICK)}
+    assert {r.status for r in records} <= {"ok", "unsupported"}
     for r in records:
         m = r.measures
         if r.status == "unsupported":

@@ -22,14 +22,14 @@ from flexvarlen.runner.failures import Unsupported
 from flexvarlen.verify.experiment.variant import Sizes
 from tests.bench.quick import CPU, ON_A_GPU, QUICK, records_of
 
-EAGER, COMPILED, PADDED, PACKINGS = SUITE.cases(QUICK)
+EAGER, COMPILED, PADDED, _ = SUITE.cases(QUICK)
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """Of all kinds but "compiled", as "packings" compiles the same step."""
+    """Of the kinds that run eagerly."""
     folder = tmp_path_factory.mktemp("hybrid")
-    records = records_of(SUITE, folder, cases="eager|padded|packings")
+    records = records_of(SUITE, folder, cases="eager|padded")
     return {(r.case["kind"], r.case["variant"]): r for r in records}
 
 
@@ -37,14 +37,13 @@ def records(tmp_path_factory):
 
 
 def test_every_variant_has_a_record_that_says_what_ran(records):
-    cases = (EAGER, PADDED, PACKINGS)
-    expected = {(c.kind, v) for c in cases for v in SUITE.variants(c, QUICK)}
+    expected = {(c.kind, v) for c in (EAGER, PADDED) for v in SUITE.variants(c, QUICK)}
     assert set(records) == expected
     for record in records.values():
         m = record.measures
         if record.status == "ok":
             assert m["tokens_per_s"] == pytest.approx(record.case["tokens"] / m["ms_p50"] * 1e3)
-            assert (m["graphs"] > 0) == bool(record.case["compiler"])
+            assert m["graphs"] == 0
             assert 0 < m["error_over_allowed"] <= 1
             assert "plain torch" in m["delta_rule"]
 
@@ -70,8 +69,12 @@ def test_padded_batches_compute_more_positions_than_tokens(records):
     assert min(ratios.values()) > 1
 
 
-def test_other_packings_are_run_and_the_last_is_checked(records):
-    m = records["packings", "auto"].measures
+@pytest.mark.slow  # of attention alone: test_bench_compile.py
+def test_other_packings_are_run_and_the_last_is_checked(tmp_path):
+    (record,) = records_of(SUITE, tmp_path, cases="packings")
+    m = record.measures
+    assert record.status == "ok"
+    assert m["graphs"] > 0
     assert (m["other_packings"], m["recompilations"]) == (2, 0)
     assert m["error_last_packing"] < 1e-5
 

@@ -22,6 +22,7 @@ from flexvarlen.bench.suites.training import (
 from flexvarlen.bench.suites.training.preference_tables import table
 from flexvarlen.layout.token_map import Padding
 from tests.bench.quick import QUICK, records_of
+from tests.slow import with_slow
 
 pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")
 
@@ -59,18 +60,21 @@ def test_every_trainer_gives_the_padded_runs_loss_and_gradients(tmp_path):
         )
 
 
-def test_shared_prompts_run_once(tmp_path):
-    records = measured(
-        tmp_path, "padded-sdpa", "auto+shared", cases="^(dpo|grpo|grpo-16|grpo-(hybrid|experts).*)$"
-    )
-    found = [r for r in records if r.case["variant"] == "auto+shared"]
-    assert [r.status for r in found] == ["ok"] * 5
-    for record in found:
-        m, case = record.measures, record.case
-        assert m["attends"] == "sdpa"
-        group = case["group"] if case["task"] == "grpo" else 2
-        rows = case["samples"] * (1 if case["task"] == "grpo" else 2)
-        assert m["tokens_run"] == m["tokens_real"] - 40 * (rows - rows // group)
+@pytest.mark.parametrize(
+    "case",
+    with_slow(
+        ["dpo", "grpo", "grpo-16", "grpo-hybrid-4096", "grpo-experts-4096"],
+        ["grpo-16", "grpo-hybrid-4096", "grpo-experts-4096"],  # the models: test_trainers.py
+    ),
+)
+def test_shared_prompts_run_once(tmp_path, case):
+    _, record = measured(tmp_path, "padded-sdpa", "auto+shared", cases=f"^{case}$")
+    assert (record.case["variant"], record.status) == ("auto+shared", "ok")
+    m, case = record.measures, record.case
+    assert m["attends"] == "sdpa"
+    group = case["group"] if case["task"] == "grpo" else 2
+    rows = case["samples"] * (1 if case["task"] == "grpo" else 2)
+    assert m["tokens_run"] == m["tokens_real"] - 40 * (rows - rows // group)
 
 
 def test_a_row_that_gives_other_outputs_is_wrong(tmp_path, monkeypatch):
@@ -88,7 +92,7 @@ def test_a_row_that_gives_other_outputs_is_wrong(tmp_path, monkeypatch):
 
 
 def test_a_wrong_reference_model_is_found(tmp_path):
-    case = replace(SUITE.cases(QUICK)[0], shortest=128, longest=500, layers=2)
+    case = replace(SUITE.cases(QUICK)[0], samples=2, shortest=128, longest=500)
     run = preference._Run(case, QUICK, str(tmp_path))
     trainer = run.make("auto")
     assert run.verdict(run.eagerly(trainer, run.batches[0])[0])[1] is None
@@ -132,14 +136,19 @@ def test_compiled_on_other_batches(tmp_path):
 # ---- images ----
 
 
-def test_documents_with_images_run_as_the_padded_batch(tmp_path):
-    records = measured(tmp_path, cases="images$")
-    ok = {(r.case["task"], r.case["variant"]): r.measures for r in records if r.status == "ok"}
-    variants = {"images": "auto+packed", "grpo": "auto+shared"}
-    assert set(ok) == {(t, v) for t, own in variants.items() for v in ("padded-sdpa", "auto", own)}
-    for (task, variant), m in ok.items():
-        padded = ok[task, "padded-sdpa"]
-        assert m["loss"] == pytest.approx(padded["reference_loss"], rel=1e-3)
+@pytest.mark.parametrize(
+    ("case", "own"),
+    [
+        pytest.param("images", "auto+packed", marks=pytest.mark.slow),  # as in the next test
+        ("grpo-images", "auto+shared"),
+    ],
+)
+def test_documents_with_images_run_as_the_padded_batch(tmp_path, case, own):
+    records = measured(tmp_path, cases=f"^{case}$")
+    ok = {r.case["variant"]: r.measures for r in records if r.status == "ok"}
+    assert set(ok) == {"padded-sdpa", "auto", own}
+    for variant, m in ok.items():
+        assert m["loss"] == pytest.approx(ok["padded-sdpa"]["reference_loss"], rel=1e-3)
         expected = m["tokens_padded" if variant == "padded-sdpa" else "tokens_real"]
         assert m["tokens_run"] <= expected < m["tokens_padded"] + 1
         assert (m["tokens_run"] < expected) == (variant == "auto+shared")
@@ -147,7 +156,7 @@ def test_documents_with_images_run_as_the_padded_batch(tmp_path):
         assert "syncs_in_layers" not in m
     section = SUITE.section(records)
     assert "ms of the tower" in section
-    assert "up to 4 images of 4 to 24 tokens" in section
+    assert f"{records[0].case['images']} images of 4 to 24 tokens" in section
 
 
 def test_other_images_are_wrong(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import typer
 
 import flexvarlen as fv
 from tests.packing.chat_processors import image, processor_of
+from tests.slow import with_slow
 
 COLOURS = ("red", "blue")
 
@@ -52,7 +53,7 @@ def gemma3(tokenizer):
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-@pytest.fixture(params=[qwen3_vl, gemma3])
+@pytest.fixture(params=with_slow([qwen3_vl, gemma3], [gemma3]))
 def folder(request, tmp_path, monkeypatch):
     """A tiny model, and chats about images of two colours, the last without any."""
     processor = processor_of(request.param.__name__, tmp_path)

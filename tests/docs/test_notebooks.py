@@ -14,6 +14,7 @@ for tool in ("jupytext", "nbclient"):
 nbformat = pytest.importorskip("nbformat", reason="nbclient brings it along")
 
 from tests.notebooks import LARGEST, cells, executed, from_script, outputs, pairs, text_of  # noqa: E402
+from tests.slow import with_slow  # noqa: E402
 
 SCRIPTS = pairs()
 NOTEBOOKS = [script.with_suffix(".ipynb") for script in SCRIPTS]
@@ -24,8 +25,12 @@ def test_seven_pairs_are_found():
     assert [script.name[0] for script in SCRIPTS] == list("1234567")
 
 
+# The same calls on other models: test_examples_train.py, test_examples_preference.py, test_docs.py.
+SLOW = [script for script in SCRIPTS if script.name[0] in "367"]
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("script", SCRIPTS, **named)
+@pytest.mark.parametrize("script", with_slow(SCRIPTS, SLOW), **named)
 def test_every_cell_runs_and_says_nothing_wrong(script):
     """A fresh kernel; assertions are the last cell's. A warning would be all that a reader sees."""
     done = executed(from_script(script))

@@ -219,6 +219,10 @@ CASES = {name: partial(passes, name) for name in PASSES} | {
 LOADED = [(case, way) for case in CASES for way in WAYS if (way, case) not in NOT]
 
 
+# Each starts processes: by default those of a count and of a state.
+WITH_WORKERS = [(case, "workers") for case in CASES if case not in ("epochs_are_counted", "state")]
+
+
 def made_by(case, way):
     return CASES[case](way)
 
@@ -231,7 +235,14 @@ def test_rows_of_two_processes(ranks, case, way):
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-@pytest.mark.parametrize(("case", "way"), [x for x in LOADED if x[1] in ("dealt", "workers")])
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        pytest.param(case, way, marks=[pytest.mark.slow] * ((case, way) in WITH_WORKERS))
+        for case, way in LOADED
+        if way in ("dealt", "workers")
+    ],
+)
 def test_rows_of_one_process(case, way):
     """Other loaders and Trainer: in two processes."""
     got, expected = made_by(case, way)

@@ -17,6 +17,7 @@ import flexvarlen as fv
 from flexvarlen.packing import stream as module
 from tests.contract_training import forget_accelerate, settings
 from tests.packing.test_pieces import first_tokens
+from tests.slow import with_slow
 from tests.tiny_models import new_model
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
@@ -92,7 +93,7 @@ def check_every_stop(make):
     return whole
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", with_slow(SOURCES, ["datasets"]))  # shuffled: a dataset too
 def test_rows_after_any_row_of_two_passes(source):
     whole = check_every_stop(lambda: packer(source, passes=2))
     assert numbers(whole) == sorted(NUMBERS * 2)
@@ -102,7 +103,7 @@ def test_rows_after_any_row_of_two_passes(source):
     assert whole[-len(rows) :] == rows
 
 
-@pytest.mark.parametrize("source", ["list", "datasets", "shuffled"])
+@pytest.mark.parametrize("source", with_slow(["list", "datasets", "shuffled"], ["datasets"]))
 def test_ranks_share_the_documents(source):
     found = []
     for rank in range(2):

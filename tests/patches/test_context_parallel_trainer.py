@@ -66,6 +66,7 @@ def values(log):
 
 MESHED = pytest.mark.skipif(not HAS_MESHES, reason="this transformers has no meshes of experts")
 OF_RUNS = {
+    "grouped": pytest.mark.slow,  # as flattened, in another order
     "expert_parallel": [MESHED, pytest.mark.slow],
     "sft_packing_lora": pytest.mark.slow,  # as sft_padding_free; LoRA as in test_distributed.py
 }

@@ -14,6 +14,7 @@ import flexvarlen as fv
 from tests.contract_oracle import gradients_of
 from tests.contract_training import recorded, settings
 from tests.patches.kinds import CAUSAL_TEXT, KINDS, assert_learned_alone, examples, row_of
+from tests.slow import with_slow
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:flexvarlen. recurrent layers run one document after another"
@@ -55,7 +56,7 @@ def test_trainer(kind, tmp_path):
     assert_learned_alone(kind, step.loss, step.gradients)
 
 
-@pytest.mark.parametrize("kind", CAUSAL_TEXT)
+@pytest.mark.parametrize("kind", with_slow(CAUSAL_TEXT, ["windows", "longrope"]))  # as test_trainer
 def test_sft_of_trl(kind, tmp_path):
     """The loss of a router too, which TRL adds by itself."""
     pytest.importorskip("trl", reason="needs TRL: pip install -c constraints.txt trl")

@@ -14,7 +14,6 @@ from tests.patches import mesh_ranks as cases
 from tests.patches.distributed_inputs import DOCS
 from tests.patches.forward import test_router_logits as router
 from tests.ranks import Ranks
-from tests.slow import with_slow
 from tests.tiny_models import LENGTHS, batch_of, texts_alone
 
 ON_FOUR = ("fsdp x tp", "fsdp x tp, ep", "hsdp", "fully_shard over two dimensions")
@@ -111,8 +110,18 @@ def test_isolation_is_verified_on_tensor_parallel_ranks(ranks, leaks):
     assert ("leak" in first) == leaks, first
 
 
-@pytest.mark.parametrize("mesh", ["tp", "fsdp"])
-@pytest.mark.parametrize("run", with_slow(["Trainer", "padding_free", "packing"], ["padding_free"]))
+@pytest.mark.parametrize(
+    ("run", "mesh"),
+    [
+        ("Trainer", "tp"),
+        ("packing", "fsdp"),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in [("Trainer", "fsdp"), ("packing", "tp")]
+            + [("padding_free", mesh) for mesh in ("tp", "fsdp")]
+        ),
+    ],
+)
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_trainers(ranks, run, mesh):
     """Tensor-parallel ranks get the same rows, others share them out."""

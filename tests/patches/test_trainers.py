@@ -81,10 +81,18 @@ SHARING = {
 @pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document after another")
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "qwen3") for name in SHARING)]
-    + [("dpo", "qwen3_5_text"), ("grpo", "mixtral")]
-    # DPO holds a hybrid.
-    + [pytest.param(name, "qwen3_5_text", marks=pytest.mark.slow) for name in ("kto", "grpo")],
+    [
+        *((name, "qwen3") for name in SHARING if name not in ("language_model", "sft", "rloo")),
+        ("dpo", "qwen3_5_text"),
+        *(
+            pytest.param(name, kind, marks=pytest.mark.slow)
+            for name, kind in [
+                *((name, "qwen3") for name in ("language_model", "sft", "rloo")),
+                *((name, "qwen3_5_text") for name in ("kto", "grpo")),
+                ("grpo", "mixtral"),
+            ]
+        ),
+    ],
 )
 def test_shared_prompts(name, kind, tmp_path, monkeypatch):
     check_shared(ALL[name], tmp_path, monkeypatch, kind=kind, **SHARING[name])

@@ -225,14 +225,20 @@ CASES = {
 }
 
 
+BREADTH = ("sft_completions", "rloo")  # as sft, and as grpo
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "qwen2_5_vl") for name in CASES), ("sft", "qwen3_vl"), ("dpo", "gemma3")]
+    [*((name, "qwen2_5_vl") for name in CASES if name not in BREADTH), ("dpo", "gemma3")]
+    + [pytest.param(name, "qwen2_5_vl", marks=pytest.mark.slow) for name in BREADTH]
     + [
         pytest.param(name, kind, marks=pytest.mark.slow)
-        for name, kind in (("sft", "qwen3_5"), ("dpo", "qwen3_5"), ("grpo", "qwen3_5"))
-    ]
-    + [pytest.param(name, "gemma3", marks=pytest.mark.slow) for name in ("sft", "grpo")],
+        for name, kind in (
+            *(("sft", "qwen3_vl"), ("sft", "qwen3_5"), ("dpo", "qwen3_5"), ("grpo", "qwen3_5")),
+            *(("sft", "gemma3"), ("grpo", "gemma3")),
+        )
+    ],
 )
 def test_a_run_learns_what_the_padded_one_learns(name, kind, tmp_path):
     check_run(CASES[name], tmp_path, kind=kind)
@@ -251,6 +257,9 @@ def test_rewards_of_text_alone(tmp_path):
     check_run(case, tmp_path, kind="qwen3_5", learning_rate=0.01)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("dpo", "qwen2_5_vl"), ("grpo", "qwen3_vl")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [pytest.param("dpo", "qwen2_5_vl", marks=pytest.mark.slow), ("grpo", "qwen3_vl")],
+)
 def test_a_shared_prompt_with_images(name, kind, tmp_path, monkeypatch):
     check_shared(CASES[name], tmp_path, monkeypatch, kind=kind)

@@ -74,7 +74,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("tokens_per_part", with_slow([WHOLE, SMALL], [WHOLE]))
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", with_slow(STEPS, ["grpo_no_reference"]))
 def test_a_step_learns_what_the_padded_one_learns(name, tokens_per_part, tmp_path):
     check_run(STEPS[name], tmp_path, share_prefixes=True, tokens_per_part=tokens_per_part)
 
@@ -85,7 +85,7 @@ def test_a_step_learns_what_the_padded_one_learns(name, tokens_per_part, tmp_pat
         OTHERS,
         {
             *("grpo_across_steps", "grpo_generation_of_two_steps", "grpo_equal_rewards", "gmpo"),
-            *("dpo_weighted", "dpo_lora", "rloo_lora"),
+            *("dpo_weighted", "dpo_lora", "rloo_lora", "grpo_lora", "grpo_checkpointing"),
         },
     ),
 )
@@ -101,7 +101,7 @@ def test_kinds(kind, tmp_path):
     check_run(GROUPS, tmp_path, share_prefixes=True, tokens_per_part=SMALL, **changes)
 
 
-@pytest.mark.parametrize("tokens_per_part", [WHOLE, SMALL])
+@pytest.mark.parametrize("tokens_per_part", with_slow([WHOLE, SMALL], [WHOLE]))
 def test_under_autocast(tokens_per_part, tmp_path):
     """accelerate's: against trees of micro-batches, as the padded run samples other tokens."""
     changes = {"bf16": True, "max_steps": 1, "patched": True, "share_prefixes": True}
@@ -141,7 +141,7 @@ UNDER_DDP = {
 
 
 @pytest.mark.parametrize(
-    "name", with_slow(UNDER_DDP, ["dpo_lora", "grpo_lora", "grpo_two_generations_a_step"])
+    "name", with_slow(UNDER_DDP, [name for name in UNDER_DDP if name != "grpo"])
 )
 def test_ddp(ranks, name):
     """Each rank has other samples, and may have another number of parts; a step reduces once."""

@@ -8,6 +8,7 @@ import torch
 import flexvarlen as fv
 from flexvarlen.patches.batch.find_layout import find_layout
 from flexvarlen.patches.batch.given_documents import GivenDocuments
+from tests.slow import with_slow
 
 CPU = torch.device("cpu")
 T = 256
@@ -80,7 +81,13 @@ def test_padding_longer_than_the_bound_of_the_patch():
     assert found.max_seqlen_bound == 100
 
 
-@pytest.mark.parametrize("padding", [(), (slice(10, 20), slice(30, 40)), (slice(0, T),)])
+@pytest.mark.parametrize(
+    "padding",
+    with_slow(
+        [(), (slice(10, 20), slice(30, 40)), (slice(0, T),)],
+        [(), (slice(0, T),)],
+    ),
+)
 def test_in_a_graph_the_sizes_are_static_and_suffice(padding):
     torch._dynamo.reset()
     mask = torch.ones(1, T, dtype=torch.long)
@@ -154,7 +161,8 @@ def test_a_mask_of_zeros_and_ones_in_any_dtype(dtype):
     ("dtype", "how"),
     [
         *((dtype, "eager") for dtype in (torch.bool, *FLOATS)),
-        *((dtype, "compiled") for dtype in (torch.bool, torch.bfloat16)),
+        pytest.param(torch.bool, "compiled", marks=pytest.mark.slow),
+        (torch.bfloat16, "compiled"),
     ],
     ids=str,
 )
@@ -186,8 +194,14 @@ RESTARTS = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("beside", ["packed_layout", "cu_seq_lens_q", "position_ids"])
+@pytest.mark.parametrize(
+    ("beside", "how"),
+    [
+        *((beside, "eager") for beside in ("packed_layout", "cu_seq_lens_q", "position_ids")),
+        pytest.param("packed_layout", "compiled", marks=pytest.mark.slow),  # as cu_seq_lens_q
+        *((beside, "compiled") for beside in ("cu_seq_lens_q", "position_ids")),
+    ],
+)
 def test_a_mask_that_numbers_other_documents(beside, how):
     """Without a check, it would be ignored, or would cut documents."""
     torch._dynamo.reset()

@@ -123,7 +123,7 @@ def slow(*values):
     [
         ("qwen3_windows", "sdpa", "position_ids", "aot_eager"),
         ("llama", "sdpa", "document_ids", "eager"),
-        ("llama", "sdpa", "seq_idx", "eager"),
+        slow("llama", "sdpa", "seq_idx", "eager"),  # eagerly: batch/test_seq_idx.py
         # Layouts by default: test_compile_regions.py, and test_families.py whole.
         *(slow("qwen3_windows", "sdpa", form, "eager") for form in FORMS[1:]),
         # Its kernel in a graph: attention/test_compiled_attention.py.

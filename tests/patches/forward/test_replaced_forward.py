@@ -59,10 +59,13 @@ def of_class(module):
 SETTERS = (own_method, class_method, closure, of_class)
 
 
-@pytest.mark.pairwise(
-    part=["head", "both"],
-    setter=[pytest.param(x, id=x.__name__) for x in SETTERS],
-    compiled=[False, True],
+@pytest.mark.parametrize(
+    ("part", "setter", "compiled"),
+    [
+        *((part, setter, False) for part in ("head", "both") for setter in SETTERS),
+        ("both", own_method, True),
+        *(pytest.param("both", setter, True, marks=pytest.mark.slow) for setter in SETTERS[1:]),
+    ],
 )
 def test_raises_until_patched_again(part, setter, compiled):
     model = fv.patch_model(new_model("llama"), "sdpa")

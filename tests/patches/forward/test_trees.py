@@ -71,12 +71,23 @@ def baseline_and_exact(family):
     return alone(plain), alone(plain.double())
 
 
+CHECKPOINTED = ("llama", "deepseek_v3", "qwen3_5_text")
 LOOP = "ignore:flexvarlen. recurrent layers run one document after another"
 
 
 @pytest.mark.filterwarnings(LOOP)
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),
+    [
+        *((family, False) for family in FAMILIES),
+        *((family, True) for family in CHECKPOINTED),
+        *(
+            pytest.param(family, True, marks=pytest.mark.slow)
+            for family in FAMILIES
+            if family not in CHECKPOINTED
+        ),
+    ],
+)
 def test_each_sample_is_a_document(family, checkpointing):
     baseline, exact = baseline_and_exact(family)
     model = fv.patch_model(new_model(family), FAMILIES[family])

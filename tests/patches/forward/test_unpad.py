@@ -42,6 +42,7 @@ from tests.tiny_models import (
 # ---- the same loss and gradients ----
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("kind", "side"), [*zip(TEXT, cycle(["left", "right"]), strict=False)])
 def test_loss_of_a_language_model(kind, side):
     head = "MaskedLM" if kind in ENCODERS else "CausalLM"
@@ -159,6 +160,7 @@ def test_mixed_precision_of_accelerate(head):
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.slow  # apart: test_recompilations, and of packed rows models/test_encoders.py
 def test_a_compiled_encoder():
     """A graph must not pool the layout's spare slots, too; no table has positions for 1,024."""
     torch._dynamo.reset()

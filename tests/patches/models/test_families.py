@@ -115,6 +115,7 @@ def test_no_bit_of_another_document_changes(name):
     model.set_experts_implementation(experts)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", TEXT)
 def test_unpatching_gives_back_the_same_bits(name):
     model = shared_model(name)
@@ -140,6 +141,7 @@ def test_a_copy_packs_by_its_own_weights(name):
         assert torch.equal(twin(**row).logits, expected)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", TEXT)
 def test_kind_of_layer_unlike_its_calls(name, monkeypatch):
     """A window or a head_dim of the config, not of the layer: another call is checked than made."""
@@ -214,6 +216,7 @@ def test_one_graph_for_any_documents(name):
     assert (stats.compilations, stats.graph_breaks) == (1, 0)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", [*DECODERS, *IMAGES])
 def test_generates_as_the_unpatched_model(name):
     """Softcap, sinks, windows and images in decoding too."""

@@ -20,6 +20,7 @@ from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.models import GEOMETRIES, build_model
 from tests.forms import given
 from tests.planted import plant, with_gradient
+from tests.slow import with_slow
 from tests.tiny_models import config_of, new_model, padded_rows, two_rows
 from tests.verify.planted import LENGTHS, TOKENS, larger_gradient, nan, new_batch, raising
 
@@ -106,7 +107,7 @@ def test_low_precision_is_compared_with_a_baseline_of_its_own(llama):
     assert llama.dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba2"])
+@pytest.mark.parametrize("kind", with_slow(["qwen3_5_text", "mamba2"], ["mamba2"]))
 def test_hybrid_is_right_and_transformers_leaks(kind):
     torch.manual_seed(0)
     config = config_of(kind)
@@ -232,7 +233,7 @@ def test_boundaries_kept_from_the_first_batch_are_found_on_another_packing(llama
     [
         (RuntimeError("kernel died"), "failed", False),
         (NotImplementedError("no such head_dim"), "unsupported", True),
-        (torch.OutOfMemoryError("no room"), "oom", True),
+        pytest.param(torch.OutOfMemoryError("no room"), "oom", True, marks=pytest.mark.slow),
     ],
 )
 def test_backend_that_raises_has_a_record_and_the_others_theirs(
@@ -249,7 +250,7 @@ def test_backend_that_raises_has_a_record_and_the_others_theirs(
 # ---- the model, the batch, the options ----
 
 
-@pytest.mark.parametrize("patch", [None, "reference"])
+@pytest.mark.parametrize("patch", with_slow([None, "reference"], ["reference"]))
 def test_model_is_left_as_it_was(patch):
     model = build_model("qwen3")[0].eval()
     if patch:
@@ -282,7 +283,12 @@ def rows(form, batch):
     [
         pytest.param(COLLATED, "right", id="collator"),
         pytest.param(FLASH, "right", id="collator, cu_seq_lens", marks=pytest.mark.slow),
-        pytest.param(chosen(COLLATED, "input_ids", "position_ids"), "leaks", id="default cache"),
+        pytest.param(
+            chosen(COLLATED, "input_ids", "position_ids"),
+            "leaks",
+            id="default cache",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             COLLATED | {"attention_mask": torch.ones_like(COLLATED["input_ids"])},
             "leaks",
@@ -294,7 +300,12 @@ def rows(form, batch):
             id="cu_seq_lens alone",
             marks=pytest.mark.slow,
         ),
-        pytest.param(chosen(COLLATED, "input_ids", "packed_layout"), "right", id="layout alone"),
+        pytest.param(
+            chosen(COLLATED, "input_ids", "packed_layout"),
+            "right",
+            id="layout alone",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(rows("padding_mask", padded_rows(left=False)), "right", id="padded rows"),
         pytest.param(
             rows("position_ids", two_rows()), "right", id="two rows", marks=pytest.mark.slow

@@ -68,7 +68,7 @@ def test_videos_of_padded_rows(kind):
     assert "make the batch with PackedCollator(model=model)" in report.record(names[1]).reason
 
 
-@pytest.mark.parametrize("variant", ["sdpa", "transformers:sdpa"])
+@pytest.mark.parametrize("variant", with_slow(["sdpa", "transformers:sdpa"], ["transformers:sdpa"]))
 def test_leak_of_an_image_into_another_image_is_found(variant):
     """Below rounding, and in the tower, which sees no token."""
     model = new_model("qwen3_vl")

@@ -63,6 +63,7 @@ def test_a_router_s_loss_over_all_documents_is_no_leak():
     fv.verify_isolation(fv.patch_model(model, "sdpa"), trees())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_trees_by_hand_have_a_loss_within_their_segments(name):
     row = EXAMPLES[name].batch(VOCABULARY)

@@ -183,7 +183,7 @@ def test_kinds_of_modules(name, path, kind):
     assert kind_of(model_of(name).get_submodule(path), path) == kind
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", images.KINDS)
 def test_images_are_replaced_too(family):
     """Images that reach other documents by the vision tower alone, whose tokens stay."""

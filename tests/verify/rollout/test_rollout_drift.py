@@ -26,6 +26,7 @@ from tests.verify.rollout.recorded import (
 OWN = {"eager": "transformers:eager", "sdpa": "sdpa"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("attention", OWN)
 @pytest.mark.parametrize("engine", [sampled, continuous])
 def test_attention_that_sampled_is_not_named_or_its_part_is_another_s(engine, attention):
