@@ -121,7 +121,7 @@ def test_gradients_are_added_in_fp32(shares):
 
 
 @pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_one_graph_for_rows_of_equal_bounds(shares, name):
     for found in shares(2, graphs, name):
         assert found["count"] == 1
