@@ -16,6 +16,7 @@ from flexvarlen.layout.arguments import checked_sizes
 from flexvarlen.patches.adapters import why_not_adapters
 from flexvarlen.patches.apply import apply_patch, make_patch, undo_patch
 from flexvarlen.patches.forward.chunked_loss import check_loss_chunk_tokens
+from flexvarlen.patches.forward.chunked_mlp import check_mlp_chunk_tokens
 from flexvarlen.patches.forward.padding import check_unpad
 from flexvarlen.patches.forward.row_size import check_same_bits
 from flexvarlen.patches.forward.wrapper import is_wrapped
@@ -54,6 +55,7 @@ def patch_model(
     sequence_parallel_group: ProcessGroup | None = None,
     same_bits: int | bool | None = None,
     loss_chunk_tokens: int | None = None,
+    mlp_chunk_tokens: int | None = None,
     verify: bool = False,
 ) -> Model:
     """Make a transformers model run on packed batches, where no document attends to another.
@@ -101,6 +103,10 @@ def patch_model(
             many tokens at a time, in the backward too; `logits` of the outputs are then None. The
             loss must be transformers' own for the next token. A compiled graph has as many copies
             of the head as there are chunks. Not of forwards with a cache or a 4D mask.
+        mlp_chunk_tokens: for layers under gradient checkpointing: run their MLPs on this many
+            tokens at a time, in the backward too, which computes each chunk again. Outputs and
+            gradients differ by rounding alone. Compiled graphs run MLPs whole. Not of encoders, nor
+            of layers that mix experts.
         verify: check the patched model on a small random batch, as `verify_isolation` does; a kind
             of model that has passed is not checked again in the same process.
 
@@ -137,6 +143,7 @@ def patch_model(
         sequence_parallel_group=sequence_parallel_group,
         same_bits=row_size,
         loss_chunk_tokens=check_loss_chunk_tokens(loss_chunk_tokens, row_size),
+        mlp_chunk_tokens=check_mlp_chunk_tokens(mlp_chunk_tokens, row_size),
         verify=verify,
     )
     why = why_not_class(type(inner), inner.config, settings)
@@ -222,6 +229,7 @@ def patched(
     sequence_parallel_group: ProcessGroup | None = None,
     same_bits: int | bool | None = None,
     loss_chunk_tokens: int | None = None,
+    mlp_chunk_tokens: int | None = None,
     verify: bool = False,
 ) -> Iterator[Model]:
     """Patch a model for the duration of a `with` block, which then restores what it was before.
@@ -242,6 +250,7 @@ def patched(
         sequence_parallel_group=sequence_parallel_group,
         same_bits=same_bits,
         loss_chunk_tokens=loss_chunk_tokens,
+        mlp_chunk_tokens=mlp_chunk_tokens,
         verify=verify,
     )
     try:

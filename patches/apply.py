@@ -13,6 +13,7 @@ from flexvarlen.patches.attention.backend_choice import (
     same_bits_choice,
 )
 from flexvarlen.patches.forward.choices import CHOICES_STEPS
+from flexvarlen.patches.forward.chunked_mlp import chunk_mlps, unchunk_mlps
 from flexvarlen.patches.forward.guards import guard_trainer_and_peft
 from flexvarlen.patches.forward.head_checks import (
     HEAD,
@@ -121,6 +122,9 @@ def apply_patch(inner: PreTrainedModel, patch: Patch) -> None:
     require_patched_heads(inner)
     mark_bare_head(inner, parts)
     free_head_size(inner)
+    unchunk_mlps(inner)
+    if patch.mlp_chunk_tokens is not None:
+        chunk_mlps(text, patch.mlp_chunk_tokens)
     if patch.same_bits is not None and parts.head.labels == "next token":
         fix_head_size(inner.get_output_embeddings(), patch.same_bits)
     guard_trainer_and_peft()
@@ -145,6 +149,7 @@ def undo_patch(inner: PreTrainedModel, patch: Patch) -> None:
     unwrap_loss(inner)
     unmark_bare_head(inner)
     free_head_size(inner)
+    unchunk_mlps(inner)
     unpatch_rotary(text)
     unregister_model(inner, patch)
     if vision is not None and ATTRIBUTE in vision.__dict__:

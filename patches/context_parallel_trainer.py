@@ -40,9 +40,12 @@ from flexvarlen.upstream import required
 
 
 def enable_context_parallel(
-    trainer: Trainer, backend: BackendChoice, ranks: int, loss_chunk_tokens: int | None
+    trainer: Trainer, backend: BackendChoice, ranks: int, options: dict[str, Any]
 ) -> None:
     """Make groups of `ranks` processes of a trainer share each packed row.
+
+    Args:
+        options: other arguments of `patch_model`.
 
     Raises:
         ValueError: the trainer makes padded batches, or has a setting that needs whole rows.
@@ -52,8 +55,7 @@ def enable_context_parallel(
     if why is not None:
         raise ValueError(why)
     group, _ = dist.new_subgroups(ranks, timeout=timedelta(seconds=trainer.args.ddp_timeout))
-    options = {"sequence_parallel_group": group, "loss_chunk_tokens": loss_chunk_tokens}
-    patch_model(trainer.model, backend, **options)
+    patch_model(trainer.model, backend, sequence_parallel_group=group, **options)
     kind = type(trainer)
     trainer.__class__ = type(
         kind.__name__, (ContextParallelMixin, kind), {"__module__": kind.__module__}

@@ -17,6 +17,7 @@ from flexvarlen.patches.models.layers import (
     VISION,
     LayerKind,
     chunk_size_of,
+    dense_mlps,
     first_position,
     has_temperature,
     kinds_in,
@@ -54,6 +55,7 @@ class ModelParts:
         has_temperature: whether layers scale queries by their position in the row.
         shares_keys: whether later layers attend to keys of earlier ones (Gemma 4).
         routers: of the text tower's layers with experts; None without any.
+        has_mlps: whether the text tower's layers have MLPs.
         drops_keywords: whether the head passes its base model no keywords (Mamba-2), so that the
             documents are passed as its attention_mask.
     """
@@ -80,6 +82,7 @@ class ModelParts:
     has_temperature: bool
     shares_keys: bool
     routers: Routers | None
+    has_mlps: bool
     drops_keywords: bool
 
     @classmethod
@@ -114,6 +117,7 @@ class ModelParts:
             has_temperature=has_temperature(config),
             shares_keys=bool(getattr(config, "num_kv_shared_layers", None)),
             routers=routers_of(text, getattr(config, "hidden_size", 0)),
+            has_mlps=bool(dense_mlps(text)),
             drops_keywords=model.config.model_type == "mamba2",
         )
         if base is model:

@@ -82,6 +82,7 @@ class Settings:
     verify: bool
     same_bits: int | None
     loss_chunk_tokens: int | None
+    mlp_chunk_tokens: int | None
 
     def arguments(self) -> dict[str, Any]:
         """The arguments by name."""

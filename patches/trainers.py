@@ -24,7 +24,7 @@ from flexvarlen.patches.parts import ModelParts
 from flexvarlen.patches.replay_trainer import replay_rollouts, replays_rollout
 from flexvarlen.patches.state import BackendChoice
 from flexvarlen.patches.tree_trainer import step_trees
-from flexvarlen.patches.why_not import why_no_trees
+from flexvarlen.patches.why_not import why_no_mlp_chunks, why_no_trees
 
 T = TypeVar("T", bound=Trainer)
 
@@ -38,6 +38,7 @@ def patch_trainer(
     tokens_per_part: int | None = None,
     same_bits: int | bool | None = None,
     loss_chunk_tokens: int | None = None,
+    mlp_chunk_tokens: int | None = None,
     verify: bool = False,
     context_parallel: int | None = None,
 ) -> T:
@@ -88,6 +89,8 @@ def patch_trainer(
         tokens_per_part: tokens of a part at most, at least 1; None: a tree for each micro-batch.
         loss_chunk_tokens: as in `patch_model`, of transformers' Trainer; SFTTrainer has
             `loss_type="chunked_nll"` of its own.
+        mlp_chunk_tokens: as in `patch_model`, of any trainer. Models beside the policy that do not
+            support it run as they are.
         context_parallel: number of processes that share a row, a divisor of their total number.
 
     Returns:
@@ -131,6 +134,7 @@ def patch_trainer(
         )
     if loss_chunk_tokens is not None:
         _check_own_loss(trainer)
+    in_chunks = {"loss_chunk_tokens": loss_chunk_tokens, "mlp_chunk_tokens": mlp_chunk_tokens}
     if context_parallel is None:
         one_tree = None if tokens_per_part is None else step_trees(trainer, tokens_per_part)
         block_size = _completions_of_block(trainer, one_tree is not None) if share_prefixes else 1
@@ -138,10 +142,10 @@ def patch_trainer(
         options = {
             "unpad_to_multiple_of": unpad_to_multiple_of,
             "same_bits": size,
-            "loss_chunk_tokens": loss_chunk_tokens,
+            "share_prefixes": share_prefixes,
             "verify": verify,
         }
-        _unpad_models(trainer, backend, share_prefixes, options)
+        _unpad_models(trainer, backend, options | in_chunks)
         if loss_chunk_tokens is not None:
             _refuse_predictions(trainer)
         if replays_rollout(trainer):
@@ -157,13 +161,11 @@ def patch_trainer(
             "context_parallel, which shards packed rows, cannot be combined with "
             "unpad_to_multiple_of, share_prefixes or verify; remove them."
         )
-    enable_context_parallel(trainer, backend, ranks, loss_chunk_tokens)
+    enable_context_parallel(trainer, backend, ranks, in_chunks)
     return trainer
 
 
-def _unpad_models(
-    trainer: Any, backend: BackendChoice, share_prefixes: bool, options: dict[str, Any]
-) -> None:
+def _unpad_models(trainer: Any, backend: BackendChoice, options: dict[str, Any]) -> None:
     """Patch all models of a trainer with `unpad`, or none.
 
     Args:
@@ -174,22 +176,22 @@ def _unpad_models(
             undo.enter_context(trainer.accelerator.autocast())
         for model in _models(trainer):
             undo.callback(restore, model, current_patch(model))
-            patch_model(
-                model,
-                backend,
-                unpad=True,
-                share_prefixes=share_prefixes and (model is trainer.model or _can_share(model)),
-                **options | ({} if model is trainer.model or _has_tokens(model) else _ANY_SIZE),
-            )
+            others = {} if model is trainer.model else _unsupported(model)
+            patch_model(model, backend, unpad=True, **options | others)
         undo.pop_all()
 
 
-_ANY_SIZE = {"same_bits": None}
-
-
-def _has_tokens(model: nn.Module) -> bool:
-    """Whether a model has outputs for each token, and no score of a document."""
-    return not ModelParts.of(transformers_model(model)).head.pools
+def _unsupported(model: nn.Module) -> dict[str, Any]:
+    """The options that a model beside the policy does not take, with their defaults."""
+    parts = ModelParts.of(transformers_model(model))
+    options: dict[str, Any] = {}
+    if parts.head.pools:  # scores of documents
+        options["same_bits"] = None
+    if why_no_trees(parts) is not None:
+        options["share_prefixes"] = False
+    if why_no_mlp_chunks(parts) is not None:
+        options["mlp_chunk_tokens"] = None
+    return options
 
 
 def _check_own_loss(trainer: Any) -> None:
@@ -278,11 +280,6 @@ def _holders(module: nn.Module) -> list[nn.Module]:
     if len(models - inside) > 1:
         return [holder for child in module.children() for holder in _holders(child)]
     return [module] if models else []
-
-
-def _can_share(model: nn.Module) -> bool:
-    """Whether a model supports documents that share prefixes; encoders do not."""
-    return why_no_trees(ModelParts.of(transformers_model(model))) is None
 
 
 _SHUFFLE = "shuffle_sequence_dict"

@@ -326,6 +326,29 @@ _KNOWN_LOSSES = ("transformers.models.", "liger_kernel.")
 """Modules of forwards whose loss is the cross entropy of the next token, and that of routers."""
 
 
+def mlp_in_chunks(parts: ModelParts, settings: Settings) -> str | None:
+    """MLPs in chunks, of layers that have other large intermediates, or are not known."""
+    if settings.mlp_chunk_tokens is None:
+        return None
+    why = why_no_mlp_chunks(parts)
+    return why and (
+        f"mlp_chunk_tokens is for decoder layers with an MLP, of verified families, got {why}; "
+        "remove it."
+    )
+
+
+def why_no_mlp_chunks(parts: ModelParts) -> str | None:
+    """What keeps a model's MLPs from running in chunks, or None."""
+    cls, kind = parts.model_class, parts.model_config.model_type
+    if not is_verified(cls, kind):
+        return f"{cls.__name__}, whose layers are not known"
+    if not parts.causal:
+        return f"{kind!r}, an encoder"
+    if parts.routers is not None:
+        return f"{kind!r}, whose layers mix experts"
+    return None if parts.has_mlps else f"{kind!r}, whose layers have none"
+
+
 def windows_both_ways(parts: ModelParts, settings: Settings) -> str | None:
     """Bidirectional windows of Gemma 4, in which transformers' own attentions disagree."""
     config = parts.config
@@ -355,6 +378,7 @@ WHY_NOT = (
     sequence_parallel,
     same_bits,
     loss_in_chunks,
+    mlp_in_chunks,
     windows_both_ways,
     dynamic_rope,
 )

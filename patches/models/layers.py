@@ -77,6 +77,11 @@ def recurrent_layers(tower: nn.Module) -> list[nn.Module]:
     return found
 
 
+def dense_mlps(tower: nn.Module) -> list[nn.Module]:
+    """The MLPs of a text tower without experts, in the order of its layers."""
+    return [part for part in tower.modules() if type(part).__name__.endswith("MLP")]
+
+
 def first_position(base: nn.Module) -> int:
     """The position of a document's first token: RoBERTa counts from padding_idx + 1."""
     embeddings: Any = getattr(base, "embeddings", None)  # passed on by PEFT's wrapper

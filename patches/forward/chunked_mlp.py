@@ -1,0 +1,218 @@
+"""`mlp_chunk_tokens`: the MLPs of a model's layers, chunk by chunk, in the backward too.
+
+An MLP's intermediates are several times as wide as hidden states, and a layer under a checkpoint
+computes those of all its tokens anew. Here the backward of an MLP computes and differentiates one
+chunk after another. No intermediate of the forward is kept, but for the MLP's input.
+
+Shapes: T = tokens, H = hidden size; of outputs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.random import fork_rng
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from flexvarlen.layout.arguments import to_int_or_none
+from flexvarlen.patches.batch.given import Inputs
+from flexvarlen.patches.forward.wrapper import Steps, call_own, unwrap_forward, wrap_forward
+from flexvarlen.patches.models.layers import dense_mlps
+
+MLP_TOKENS = "_flexvarlen_mlp_tokens"
+"""Attribute of a wrapped MLP: the tokens of a chunk."""
+
+
+def check_mlp_chunk_tokens(mlp_chunk_tokens: int | None, same_bits: int | None) -> int | None:
+    """The argument `mlp_chunk_tokens` of `patch_model`: a number of tokens, or None.
+
+    Raises:
+        ValueError: it is none, or comes with `same_bits`.
+    """
+    if mlp_chunk_tokens is None:
+        return None
+    tokens = to_int_or_none(mlp_chunk_tokens)
+    if tokens is None or tokens < 1:
+        raise ValueError(
+            "mlp_chunk_tokens must be a positive number of tokens, or None, got "
+            f"{mlp_chunk_tokens!r}; pass 8192."
+        )
+    if same_bits is not None:
+        raise ValueError(
+            "mlp_chunk_tokens must not be given with same_bits, whose rows have one size in every "
+            f"matrix product, got {tokens}; remove one of them."
+        )
+    return tokens
+
+
+def chunk_mlps(tower: nn.Module, tokens: int) -> None:
+    """Make the MLPs of a tower's layers run this many tokens at a time."""
+    for mlp in dense_mlps(tower):
+        mlp.__dict__[MLP_TOKENS] = tokens
+        wrap_forward(mlp, MLP_STEPS)
+
+
+def unchunk_mlps(model: nn.Module) -> None:
+    """Undo `chunk_mlps` of a model's tower, also of MLPs that were wrapped since."""
+    for module in model.modules():
+        if module.__dict__.pop(MLP_TOKENS, None) is not None:
+            unwrap_forward(module)
+
+
+def _unchanged(module: nn.Module, inputs: Inputs) -> None:
+    return None
+
+
+def _in_chunks(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An MLP's outputs of hidden states `[..., H]`; in a compiled graph, of all at once."""
+    (hidden,) = args or kwargs.values()
+    size: int | None = module.__dict__.get(MLP_TOKENS)  # None: unpatched, below a hook
+    if torch.compiler.is_compiling() or size is None or hidden.shape[:-1].numel() <= size:
+        return call_own(module, own, (hidden,), {})
+    parameters = tuple(module.parameters())
+    learns = any(x.requires_grad for x in (hidden, *parameters))
+    kept = _KeepInput.apply(hidden, hidden.new_empty(0, requires_grad=learns))  # type: ignore[no-untyped-call]
+    return _Chunked.apply(kept, _Call.of(module, own, size, kept), *parameters)  # type: ignore[no-untyped-call]
+
+
+MLP_STEPS = Steps(_unchanged, call=_in_chunks)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of an MLP, with what its backward needs to repeat it.
+
+    Attributes:
+        module, own: the MLP, and its instance forward if it has one.
+        size: tokens of a chunk.
+        keeper: the node of `_KeepInput`; None if nothing requires gradients.
+        autocast: device type, dtype, and whether it is enabled.
+        rng: random state of the CPU, for dropout.
+        devices, device_rngs: accelerators, and their random states.
+    """
+
+    module: nn.Module
+    own: Any
+    size: int
+    keeper: Any
+    autocast: tuple[str, torch.dtype, bool]
+    rng: Tensor
+    devices: list[int]
+    device_rngs: list[Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module, own: Any, size: int, hidden: Tensor) -> _Call:
+        """Of these hidden states, now."""
+        kind = hidden.device.type
+        autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        states = torch.get_rng_state(), *get_device_states(hidden)
+        return cls(module, own, size, hidden.grad_fn, autocast, *states)
+
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        """Of this many tokens."""
+        return (slice(first, first + self.size) for first in range(0, tokens, self.size))
+
+    def outputs(self, chunk_TH: Tensor) -> Tensor:
+        """The MLP's own, `[T, H]`, of a chunk of hidden states."""
+        # Without a cache: weights that are cast here, without a graph, must not be used outside.
+        with torch.autocast(*self.autocast, cache_enabled=False):
+            outputs: Tensor = call_own(self.module, self.own, (chunk_TH[None],), {})[0]
+        return outputs
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Where chunks compute what they did in the forward, and keep their graph."""
+        kind = self.autocast[0]
+        with torch.enable_grad(), fork_rng(self.devices, device_type=kind):
+            torch.set_rng_state(self.rng)
+            set_device_states(self.devices, self.device_rngs, device_type=kind)
+            yield
+
+
+class _KeepInput(torch.autograd.Function):
+    """Keeps the input of `_Chunked`, before that runs.
+
+    A checkpoint computes a layer again up to the last tensor that was saved in it. A function's own
+    tensors are saved after its forward, so that the MLP would be computed once more for them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, learns: Tensor) -> Tensor:
+        """The same hidden states, with a node if one of the two tensors requires gradients."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        """The gradient as it is."""
+        return grads[0], None
+
+
+class _Chunked(torch.autograd.Function):
+    """An MLP, called chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, call: _Call, *parameters: Tensor) -> Tensor:
+        """The outputs `[..., H]` of hidden states `[..., H]`; of the MLP's parameters, in order."""
+        ctx.call = call
+        hidden_TH = hidden.flatten(0, -2)
+        found: Tensor | None = None
+        for chunk in call.chunks(len(hidden_TH)):
+            outputs = call.outputs(hidden_TH[chunk])
+            if found is None:
+                found = outputs.new_empty(len(hidden_TH), outputs.shape[-1])
+            found[chunk] = outputs
+        assert found is not None
+        return found.view(*hidden.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc, untyped-decorator]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        """The gradients; those of parameters are summed over the chunks in float32 at least."""
+        call: _Call = ctx.call
+        (hidden,) = call.keeper.saved_tensors  # which a checkpoint computes now
+        # Not those of the forward, which FSDP2 freed.
+        parameters, needed = list(call.module.parameters()), ctx.needs_input_grad[2:]
+        learned = [x for x, needs in zip(parameters, needed, strict=True) if needs]
+        hidden_TH, grad_TH = hidden.flatten(0, -2), grad_output.flatten(0, -2)
+        needs_hidden = call.keeper.needs_input_grad[0]
+        found_TH = torch.empty_like(hidden_TH) if needs_hidden else None
+        sums: list[Tensor | None] = [None] * len(learned)
+        with call.repeated():
+            for chunk in call.chunks(len(hidden_TH)):
+                leaf_TH = hidden_TH[chunk].detach().requires_grad_(needs_hidden)
+                inputs = [*learned, leaf_TH] if needs_hidden else learned
+                outputs = call.outputs(leaf_TH)
+                grads = list(
+                    torch.autograd.grad(outputs, inputs, grad_TH[chunk], allow_unused=True)
+                )
+                if found_TH is not None:
+                    found_TH[chunk] = grads.pop()
+                sums = [_added(*pair) for pair in zip(sums, grads, strict=True)]
+        of_learned = iter(sums)
+        of_parameters = (next(of_learned) if needs else None for needs in needed)
+        found = None if found_TH is None else found_TH.view(hidden.shape)
+        return (
+            found,
+            None,
+            *(
+                None if x is None else x.to(parameter.dtype)
+                for x, parameter in zip(of_parameters, parameters, strict=True)
+            ),
+        )
+
+
+def _added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """A sum, in float32 at least, with the gradient of another chunk; None: unused so far."""
+    if grad is None:
+        return total
+    if total is None:
+        return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+    return total.add_(grad)
