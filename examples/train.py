@@ -130,6 +130,9 @@ def main(
     loss_chunk_tokens: Annotated[
         int | None, typer.Option(help="Tokens whose logits exist at once.")
     ] = None,
+    mlp_chunk_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that an MLP runs on at once.")
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="no, bf16, fp16.")] = None,
     save_every: int = 100,
     resume: Annotated[bool, typer.Option("--resume")] = False,
@@ -171,7 +174,11 @@ def main(
 
     sharing = new_subgroups(context_parallel)[0] if context_parallel > 1 else None
     fv.patch_model(
-        network, backend, sequence_parallel_group=sharing, loss_chunk_tokens=loss_chunk_tokens
+        network,
+        backend,
+        sequence_parallel_group=sharing,
+        loss_chunk_tokens=loss_chunk_tokens,
+        mlp_chunk_tokens=mlp_chunk_tokens,
     )
     if checkpointing or offload:
         network.gradient_checkpointing_enable({"use_reentrant": False}, offload=offload)

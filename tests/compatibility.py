@@ -185,6 +185,13 @@ FEATURES = {
         },
         {"loss_chunk_tokens": 32},
     ),
+    "MLP in chunks": Column(
+        each(
+            "patches/forward/test_chunked_mlp.py::test_each_kind_of_model[{}]",
+            {kind: kind for kind in (*TEXT, "images") if kind not in (*EXPERTS, "encoder")},
+        ),
+        {"mlp_chunk_tokens": 7},
+    ),
     "same bits": Column(
         {
             "dense": "patches/test_same_bits.py::"
@@ -265,6 +272,7 @@ ASKED = {
     "DDP, FSDP2": "torch's own, on two processes",
     "context parallel": "`sequence_parallel_group`, one row on two to eight processes",
     "loss in chunks": "`loss_chunk_tokens`, without the logits of all tokens",
+    "MLP in chunks": "`mlp_chunk_tokens`, without the intermediates of all tokens",
     "same bits": "`same_bits`, whatever else is in the row",
     "router replay": "`routed_experts` of an inference engine",
     "generation": "`generate` of a patched model",

@@ -161,7 +161,8 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, call: _Call, *parameters: Tensor) -> Tensor:
         """The outputs `[..., H]` of hidden states `[..., H]`; of the MLP's parameters, in order."""
-        ctx.call = call
+        # Not saved: FSDP gathers the weights of the same tensors again before the backward.
+        ctx.call, ctx.parameters = call, parameters
         hidden_TH = hidden.flatten(0, -2)
         found: Tensor | None = None
         for chunk in call.chunks(len(hidden_TH)):
@@ -178,35 +179,25 @@ class _Chunked(torch.autograd.Function):
         """The gradients; those of parameters are summed over the chunks in float32 at least."""
         call: _Call = ctx.call
         (hidden,) = call.keeper.saved_tensors  # which a checkpoint computes now
-        # Not those of the forward, which FSDP2 freed.
-        parameters, needed = list(call.module.parameters()), ctx.needs_input_grad[2:]
-        learned = [x for x, needs in zip(parameters, needed, strict=True) if needs]
+        parameters: tuple[Tensor, ...] = ctx.parameters
+        learned = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+        sums: list[Tensor | None] = [None] * len(parameters)
         hidden_TH, grad_TH = hidden.flatten(0, -2), grad_output.flatten(0, -2)
         needs_hidden = call.keeper.needs_input_grad[0]
         found_TH = torch.empty_like(hidden_TH) if needs_hidden else None
-        sums: list[Tensor | None] = [None] * len(learned)
         with call.repeated():
             for chunk in call.chunks(len(hidden_TH)):
                 leaf_TH = hidden_TH[chunk].detach().requires_grad_(needs_hidden)
-                inputs = [*learned, leaf_TH] if needs_hidden else learned
+                inputs = [parameters[i] for i in learned] + [leaf_TH] * needs_hidden
                 outputs = call.outputs(leaf_TH)
-                grads = list(
-                    torch.autograd.grad(outputs, inputs, grad_TH[chunk], allow_unused=True)
-                )
+                grads = torch.autograd.grad(outputs, inputs, grad_TH[chunk], allow_unused=True)
                 if found_TH is not None:
-                    found_TH[chunk] = grads.pop()
-                sums = [_added(*pair) for pair in zip(sums, grads, strict=True)]
-        of_learned = iter(sums)
-        of_parameters = (next(of_learned) if needs else None for needs in needed)
+                    found_TH[chunk] = grads[-1]
+                for i, grad in zip(learned, grads, strict=False):
+                    sums[i] = _added(sums[i], grad)
         found = None if found_TH is None else found_TH.view(hidden.shape)
-        return (
-            found,
-            None,
-            *(
-                None if x is None else x.to(parameter.dtype)
-                for x, parameter in zip(of_parameters, parameters, strict=True)
-            ),
-        )
+        pairs = zip(sums, parameters, strict=True)
+        return found, None, *(None if x is None else x.to(p.dtype) for x, p in pairs)
 
 
 def _added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:

@@ -67,6 +67,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {  # the processes that share a ro
     "sft_padding_free": (4, {"padding_free": True, "max_length": None, **TWICE, **EVALUATED}),
 }
 IN_CHUNKS = ("packed", "fsdp2", "streamed")  # the runs whose ranks have no logits of their tokens
+MLP_IN_CHUNKS = ("sft_packing_lora", "fsdp2")
 ROUTERS = ("packed", "sft_padding_free")  # the runs whose loss has one of routers
 
 
@@ -165,6 +166,8 @@ def shared(run: str, folder: str, ranks: int | None = None, **changes: Any) -> T
     options = {"context_parallel": ranks or RUNS[run][0]}
     if run in IN_CHUNKS and not changes:
         options["loss_chunk_tokens"] = 16
+    if run in MLP_IN_CHUNKS:
+        options["mlp_chunk_tokens"] = 8
     return fv.patch_trainer(trainer, "sdpa", **options)
 
 

@@ -41,6 +41,7 @@ def patch(model: nn.Module, backend: str = "sdpa", **options: Any) -> nn.Module:
 
 unpad = partial(patch, unpad=True)
 share_prefixes = partial(patch, unpad=True, share_prefixes=True)
+in_chunks = partial(patch, mlp_chunk_tokens=8)
 compiled = partial(torch.compile, backend="eager")
 
 
@@ -215,12 +216,16 @@ CASES = {
     "ddp_trees": Case((patch, ddp), "trees"),
     "ddp_trees_of_a_hybrid": Case((patch, ddp), "trees", kind=HYBRID),
     "ddp_trees_in_padded_batches": Case((share_prefixes, ddp), "padded samples"),
+    "ddp_mlp_in_chunks": Case((in_chunks, checkpointing, ddp)),
     "fsdp2": Case((patch, fsdp2)),
     "fsdp2_patched_after": Case((fsdp2, patch), "document_ids"),
     "fsdp2_of_peft": Case((patch, lora, fsdp2), "packed_layout"),
     "fsdp2_compiled": Case((patch, fsdp2, compiled), config=ONE_LAYER),
     "fsdp2_compiled_layers": Case((patch, layers_compiled, fsdp2), config=ONE_LAYER),
     "fsdp2_checkpointing": Case((patch, checkpointing, fsdp2), "cu_seq_lens"),
+    "fsdp2_mlp_in_chunks": Case((in_chunks, fsdp2)),
+    "fsdp2_mlp_in_chunks_checkpointing": Case((in_chunks, checkpointing, fsdp2)),
+    "fsdp2_mlp_in_chunks_of_peft": Case((lora, fsdp2, in_chunks)),
     "fsdp2_unpad": Case((unpad, fsdp2), "padded"),
     "fsdp2_trees": Case((patch, fsdp2), "trees"),
     "fsdp2_trees_of_a_hybrid": Case((patch, checkpointing, fsdp2), "trees", kind=HYBRID),
@@ -229,6 +234,7 @@ CASES = {
     "fsdp1": Case((patch, fsdp1)),
     "fsdp1_patched_after": Case((fsdp1, patch), "packed_layout"),
     "fsdp1_checkpointing": Case((patch, checkpointing, fsdp1), "cu_seq_lens"),
+    "fsdp1_mlp_in_chunks": Case((in_chunks, checkpointing, fsdp1)),
     "accelerate_fsdp2": Case((patch, fsdp2_by_accelerate)),
     # Through the meta device, on which the patched model's own RoPE tables must survive.
     "accelerate_fsdp2_from_rank_0": Case(

@@ -306,7 +306,16 @@ class Gradients(TrainerCallback):
         self.steps.append(gradients_of(model))
 
 
-def run(case, folder, *, patched, share_prefixes=False, tokens_per_part=None, **changes):
+def run(
+    case,
+    folder,
+    *,
+    patched,
+    share_prefixes=False,
+    tokens_per_part=None,
+    mlp_chunk_tokens=None,
+    **changes,
+):
     """What a training logs, the gradients of each step, and the rows of each forward."""
     torch.manual_seed(3)
     trainer = case.make(folder / str(patched), **changes)
@@ -316,7 +325,11 @@ def run(case, folder, *, patched, share_prefixes=False, tokens_per_part=None, **
     others = [getattr(trainer, name, None) for name in ("ref_model", "teacher_model")]
     others = [rows_seen(x) for x in others if x not in (None, trainer.model)]
     if patched:
-        options = {"share_prefixes": share_prefixes, "tokens_per_part": tokens_per_part}
+        options = {
+            "share_prefixes": share_prefixes,
+            "tokens_per_part": tokens_per_part,
+            "mlp_chunk_tokens": mlp_chunk_tokens,
+        }
         assert fv.patch_trainer(trainer, "sdpa", **options) is trainer
     elif share_prefixes:  # the padded run takes the same batches
         size = trainers._completions_of_block(trainer, tokens_per_part is not None)

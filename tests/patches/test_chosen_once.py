@@ -18,6 +18,7 @@ OF_CAPABILITIES = (
     "patches/batch/padded_batch.py",
     "patches/batch/shared_rows.py",
     "patches/forward/choices.py",
+    "patches/forward/chunked_mlp.py",
     "patches/forward/neftune.py",
     "patches/forward/padding.py",
     "patches/forward/pooling.py",
@@ -106,8 +107,9 @@ def test_rows_of_one_document_enter_no_capability(rows):
         ),
         (lambda: patched("mixtral"), packed, "patches/forward/router.py"),
         (lambda: patched(same_bits=64), packed, "patches/forward/row_size.py"),
+        (lambda: patched(mlp_chunk_tokens=8), packed, "patches/forward/chunked_mlp.py"),
     ],
-    ids=["unpad", "classifier", "tree", "router", "same_bits"],
+    ids=["unpad", "classifier", "tree", "router", "same_bits", "mlp_chunk_tokens"],
 )
 def test_a_capability_is_entered_where_it_is_asked_for(model, batch, file):
     """Else the trace sees nothing."""

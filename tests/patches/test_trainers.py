@@ -69,6 +69,11 @@ def test_each_kind_of_model(name, kind, tmp_path):
     check_run(ALL[name], tmp_path, kind=kind, learning_rate=0.01)
 
 
+@pytest.mark.parametrize("name", ["dpo", "sft"])
+def test_mlps_in_chunks(name, tmp_path):
+    check_run(ALL[name], tmp_path, mlp_chunk_tokens=16, gradient_checkpointing=True)
+
+
 IN_TWO_BATCHES = {"num_generations": 2, "steps_per_generation": 2}
 SHARING = {
     **{name: {} for name in ("dpo", "kto", "reward", "language_model", "sft")},

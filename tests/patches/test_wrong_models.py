@@ -102,6 +102,8 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
 VERIFY, UNPAD, OVER_RANKS = {"verify": True}, {"unpad": True}, {"sequence_parallel_group": "ranks"}
 ONE_STACK = "model must have one stack of layers, got "
 OF_TEXT = "a model with sequence_parallel_group must take text alone"
+OF_MLPS = "mlp_chunk_tokens is for decoder layers with an MLP, of verified families, got "
+IN_CHUNKS = {"mlp_chunk_tokens": 64}
 CASES = (
     Case(why_not.encoder_and_decoder, ONE_STACK, without_parts(is_encoder_decoder=True)),
     Case(why_not.encoder_and_decoder, ONE_STACK, without_parts(is_encoder_decoder=True), VERIFY),
@@ -161,6 +163,17 @@ CASES = (
         "own forward",
         made("bert"),
         {"loss_chunk_tokens": 64},
+    ),
+    Case(
+        why_not.mlp_in_chunks, f"{OF_MLPS}'mixtral', whose layers mix", made("mixtral"), IN_CHUNKS
+    ),
+    Case(why_not.mlp_in_chunks, f"{OF_MLPS}'bert', an encoder", made("bert"), IN_CHUNKS),
+    Case(why_not.mlp_in_chunks, f"{OF_MLPS}'mamba2', whose layers have", made("mamba2"), IN_CHUNKS),
+    Case(
+        why_not.mlp_in_chunks,
+        f"{OF_MLPS}LlamaForCausalLM, whose layers are not known",
+        of_a_repository,
+        VERIFY | IN_CHUNKS,
     ),
     Case(why_not.windows_both_ways, "use_bidirectional_attention must not be", window_both_ways),
     Case(

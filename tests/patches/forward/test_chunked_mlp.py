@@ -157,8 +157,7 @@ def test_dropout_draws_the_same_numbers_again(checkpoints):
         config = peft.LoraConfig(
             target_modules=["gate_proj", "down_proj"], lora_dropout=0.5, init_lora_weights=False
         )
-        model = llama().double()
-        model.add_adapter(config)
+        model = peft.inject_adapter_in_model(config, llama().double())
         change(checkpointing(model, checkpoints))
         torch.manual_seed(3)
         found.append((learned(model), torch.rand(1)))
