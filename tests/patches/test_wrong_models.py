@@ -171,8 +171,8 @@ CASES = (
     Case(why_not.mlp_in_chunks, f"{OF_MLPS}'mamba2', whose layers have", made("mamba2"), IN_CHUNKS),
     Case(
         why_not.mlp_in_chunks,
-        f"{OF_MLPS}LlamaForCausalLM, whose layers are not known",
-        of_a_repository,
+        f"{OF_MLPS}Qwen3ForCausalLM, whose layers are not known",
+        made("qwen3", of_config={"model_type": "not_there"}),
         VERIFY | IN_CHUNKS,
     ),
     Case(why_not.windows_both_ways, "use_bidirectional_attention must not be", window_both_ways),
