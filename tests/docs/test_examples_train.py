@@ -161,7 +161,12 @@ def test_two_ranks_that_share_rows_learn_what_one_process_does(folder, one_proce
 
 def test_one_process_has_another_order_each_epoch(folder, one_process):
     """And the gradients of all its rows, with four rows a step; a run begins its log anew."""
-    options = {"out": folder / "single", "accumulate": 4, "loss_chunk_tokens": 16}
+    options = {
+        "out": folder / "single",
+        "accumulate": 4,
+        "loss_chunk_tokens": 16,
+        "mlp_chunk_tokens": 16,
+    }
     one_process("dry", **options, steps=1, save_every=9)
     shutil.rmtree(folder / "single" / "checkpoint-1")
     one_process("one", **options, steps=9)

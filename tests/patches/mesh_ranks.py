@@ -53,12 +53,14 @@ class Kind:
         form: "packed", "padded" or "trees".
         config: changes of the config.
         max_tokens: of a part of a tree; None: whole.
+        mlp_chunk_tokens: of an MLP; None: all.
     """
 
     family: str
     form: str = "packed"
     config: dict[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
+    mlp_chunk_tokens: int | None = None
 
     def texts(self, replica: int) -> list[Tensor]:
         """What the ranks learn that see one batch."""
@@ -75,7 +77,8 @@ class Kind:
         plain = self.plain().float() if "ep_size" in sizes else self.plain()
         model = loaded(plain, self.family, sizes) if sizes else hsdp(plain)
         assert any(isinstance(x, DTensor) for x in model.parameters())
-        return fv.patch_model(model, "sdpa", unpad=self.form == "padded")
+        options = {"unpad": self.form == "padded", "mlp_chunk_tokens": self.mlp_chunk_tokens}
+        return fv.patch_model(model, "sdpa", **options)
 
     def batches(self, model: nn.Module, replica: int) -> Iterable[Any]:
         """The keywords of the forwards of a step."""
@@ -102,6 +105,7 @@ class Kind:
 
 CASES = {
     "dense": Kind("qwen3"),
+    "MLP in chunks": Kind("qwen3", mlp_chunk_tokens=16),
     "windows": Kind("qwen3_windows"),
     "padded": Kind("qwen3", "padded"),
     "trees": Kind("qwen3", "trees"),

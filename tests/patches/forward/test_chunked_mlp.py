@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import save_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import modeling_utils
@@ -281,15 +282,17 @@ def test_short_rows_run_whole(computed):
     assert_same(learned(model), expected, 0)
 
 
-def test_one_graph():
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_compiled_as_without(by_layer):
+    """Whole, in one graph, or the layers in one graph for all."""
     torch._dynamo.reset()
-    model = patched(llama())
+    counter = CompileCounterWithBackend("aot_eager")
+    model = patched(llama(num_hidden_layers=3))
     expected = learned(model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    model.zero_grad()
-    loss = compiled(**rows()).loss
-    loss.backward()
-    assert_same((loss.detach(), gradients_of(model)), expected, 1e-4)
+    for part in model.model.layers if by_layer else [model]:
+        part.compile(backend=counter, fullgraph=True)
+    assert_same(learned(model), expected, 1e-4)
+    assert counter.frame_count == 1
 
 
 # ---- patching ----
