@@ -196,8 +196,7 @@ class _Chunked(torch.autograd.Function):
                 for i, grad in zip(learned, grads, strict=False):
                     sums[i] = _added(sums[i], grad)
         found = None if found_TH is None else found_TH.view(hidden.shape)
-        pairs = zip(sums, parameters, strict=True)
-        return found, None, *(None if x is None else x.to(p.dtype) for x, p in pairs)
+        return found, None, *sums  # which autograd casts to the parameters' dtypes
 
 
 def _added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
