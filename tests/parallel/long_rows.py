@@ -39,7 +39,7 @@ from flexvarlen.measure.machine import environment
 
 RECORDS = Path(__file__).with_suffix(".jsonl")
 
-CHUNK = 4096
+CHUNK, MLP_CHUNK = 4096, 8192
 QWEN3_8B = Qwen3Config(
     vocab_size=151_936,
     hidden_size=4096,
@@ -64,6 +64,7 @@ class Case:
         ranks: that share it.
         way: "documents" (ours), "ulysses", or "alone".
         offload: whether checkpoints are in host memory.
+        mlp_chunks: whether MLPs run `MLP_CHUNK` tokens at a time.
         geometry: "qwen3-8b", or of `GEOMETRIES`.
         steps: that are timed.
     """
@@ -73,13 +74,14 @@ class Case:
     ranks: int
     way: str = "documents"
     offload: bool = False
+    mlp_chunks: bool = False
     geometry: str = "qwen3-8b"
     steps: int = 2
 
     @property
     def name(self) -> str:
-        where = "-offloaded" if self.offload else ""
-        return f"{self.geometry}-{self.way}-{self.tokens}-{self.document}{where}"
+        how = "-offloaded" * self.offload + "-mlp_chunks" * self.mlp_chunks
+        return f"{self.geometry}-{self.way}-{self.tokens}-{self.document}{how}"
 
 
 K = 1024
@@ -89,21 +91,23 @@ CASES = [
     Case(256 * K, 16 * K, 2, "ulysses"),
     Case(128 * K, 64 * K, 1, "alone", steps=1),
     Case(256 * K, 64 * K, 2, steps=1),
-    Case(512 * K, 8 * K, 2, offload=True, steps=1),
-    Case(1024 * K, 16 * K, 4, offload=True, steps=1),
+    Case(256 * K, 16 * K, 2, mlp_chunks=True),
+    Case(512 * K, 8 * K, 2, mlp_chunks=True, steps=1),
+    Case(512 * K, 8 * K, 2, offload=True, mlp_chunks=True, steps=1),
+    Case(1024 * K, 16 * K, 4, mlp_chunks=True, steps=1),
     Case(256 * K, 16 * K, 2, geometry="qwen3.5-2b"),
     Case(512 * K, 8 * K, 2, geometry="qwen3.5-2b", steps=1),
     Case(256 * K, 256 * K, 2, steps=1),
     Case(256 * K, 256 * K, 2, "ulysses", steps=1),
-    Case(512 * K, 512 * K, 2, offload=True, steps=1),
+    Case(512 * K, 512 * K, 2, mlp_chunks=True, steps=1),
 ]
 TINY = [
-    Case(tokens, document, ranks, way, offload, geometry="qwen3-tiny")
-    for tokens, document, ranks, way, offload in (
+    Case(tokens, document, ranks, way, mlp_chunks=mlp_chunks, geometry="qwen3-tiny")
+    for tokens, document, ranks, way, mlp_chunks in (
         (256, 64, 1, "alone", False),
         (512, 64, 2, "documents", False),
         (512, 64, 2, "ulysses", False),
-        (512, 512, 2, "documents", False),
+        (512, 512, 2, "documents", True),
         (512, 512, 2, "ulysses", False),
     )
 ]
@@ -192,15 +196,17 @@ class Training:
 def training(case: Case, device: torch.device) -> Training:
     model = new_model(case, device)
     backend = "auto" if device.type == "cuda" else "sdpa"
+    chunks = {"loss_chunk_tokens": CHUNK}
+    chunks |= {"mlp_chunk_tokens": MLP_CHUNK} if case.mlp_chunks else {}
     layers = model.get_base_model().model.layers
     if case.way == "alone":
-        fv.patch_model(model, backend, loss_chunk_tokens=CHUNK)
+        fv.patch_model(model, backend, **chunks)
         return Training(
             model, lambda row: send_to_device(row, device), lambda row: model(**row).loss
         )
     if case.way == "documents":
         group = dist.group.WORLD
-        fv.patch_model(model, backend, sequence_parallel_group=group, loss_chunk_tokens=CHUNK)
+        fv.patch_model(model, backend, sequence_parallel_group=group, **chunks)
         wrapped = sharded(model, layers, device)
         options = fv.shard_options(model)
         return Training(
