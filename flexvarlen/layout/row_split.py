@@ -50,13 +50,6 @@ class RowKeys(Protocol[Layout]):
         No sync; traces under `fullgraph=True`.
         """
 
-    def in_two_calls(self, attend_to: Callable[[Layout, Layout | None], Attend]) -> RowKeys[Layout]:
-        """The same, attended to in two calls in eager mode where some of the keys arrive later.
-
-        Args:
-            attend_to: makes the call for layouts of queries and keys (None: the same).
-        """
-
 
 class RowSplit(Protocol[Layout]):
     """How a row is split over ranks, and which of its tokens are here."""
@@ -156,9 +149,6 @@ class _OwnKeys:
         layer: int | None = None,
     ) -> Any:
         return attend(q, k, v, sinks)
-
-    def in_two_calls(self, attend_to: Any) -> RowKeys[Any]:
-        return self
 
     def __reduce__(self) -> str:
         return "OWN_KEYS"  # a copy is the same object

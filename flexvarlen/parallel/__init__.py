@@ -8,10 +8,7 @@
 | `shard.py` | `shard_row` gives each rank its part of the row |
 | `documents.py` | attention over the row, each rank with its own tokens |
 | `key_exchange.py` | which keys of cut documents the ranks exchange |
-| `transfer.py` | how these travel, and their gradients back |
-| `gather_keys.py` | the same as one operator, for compiled graphs |
-| `keys_on_the_way.py` | the same in two steps, between which a rank attends to what it has |
-| `row_keys.py` | attention with these keys, in one call or two |
+| `gather_keys.py` | the operator that moves them, and their gradients back |
 | `sharded_layout.py` | the layout of the pieces that one rank holds |
 | `trees.py` | trees, which lie whole on a rank |
 | `router_loss.py` | each rank's part of the router loss |

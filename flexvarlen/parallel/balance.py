@@ -38,17 +38,17 @@ def even_pieces(
 ) -> Pieces:
     """Give each rank at most `tokens_per_rank` tokens, and about as much work.
 
-    Pieces that need no keys of other ranks come first, so that they are one run.
+    Whole documents come first, so that what no other rank needs is one run.
     """
     fit = max(lengths, default=0) <= tokens_per_rank
     pieces = longest_first(lengths, ranks, tokens_per_rank) if fit else []
     if not fit or not _are_even(attention_work(pieces, lengths, causal=causal), tokens_per_rank):
         pieces = _cut_documents(lengths, ranks, tokens_per_rank, causal=causal)
 
-    def order(piece: Piece) -> tuple[bool, Piece]:
-        return piece.start > 0 if causal else piece.tokens < lengths[piece.document], piece
+    def whole_first(piece: Piece) -> tuple[bool, Piece]:
+        return piece.tokens < lengths[piece.document], piece
 
-    return tuple(tuple(sorted(own, key=order)) for own in pieces)
+    return tuple(tuple(sorted(own, key=whole_first)) for own in pieces)
 
 
 def _are_even(work: list[float], tokens_per_rank: int) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor
 from flexvarlen.attention.api import packed_attention
 from flexvarlen.attention.check_arguments import check_tensors
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.row_split import Attend
 
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
@@ -74,16 +73,10 @@ def documents_attention(
         raise ValueError(why)
     check_tensors(q, k, v, layout, layout, options.get("sinks"))
     keys = shard.keys(window, options.get("chunk"), group)
-    sinks = options.pop("sinks", None)
+    layout_q, layout_k = keys.layouts(layout)
 
-    def attend_to(layout_q: PackedLayout, layout_k: PackedLayout | None) -> Attend:
-        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
-            return packed_attention(q, k, v, layout_q, layout_k=layout_k, sinks=sinks, **options)
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Any:
+        return packed_attention(q, k, v, layout_q, layout_k=layout_k, sinks=sinks, **options)
 
-        return attend
-
-    if not options.get("return_lse"):
-        keys = keys.in_two_calls(attend_to)
-    attend = attend_to(*keys.layouts(layout))
-    out: Tensor | tuple[Tensor, Tensor] = keys.attend(attend, q, k, v, sinks)
+    out: Tensor | tuple[Tensor, Tensor] = keys.attend(attend, q, k, v, options.pop("sinks", None))
     return out

@@ -26,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain, takewhile
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,6 @@ class KeyExchange:
             gradients a rank sends back, once for each of its pieces that attends to them; by rank.
         own_keys: int64 `[C]`, on the device of the tokens: the index of each own token's key, and
             of its query; None unless a window to both sides needs it.
-        two_calls: how to attend while keys travel; None if every piece of the rank waits for some.
     """
 
     layout_k: PackedLayout
@@ -63,7 +62,6 @@ class KeyExchange:
     receive_counts: Tensor
     grad_ranges: Tensor
     own_keys: Tensor | None = None
-    two_calls: TwoCalls | None = None
 
     @classmethod
     def of(
@@ -108,81 +106,12 @@ class KeyExchange:
             receive_counts=_on_host(counts),
             grad_ranges=table(returns[rank], columns=3),
             own_keys=_own_keys(keys[rank], plan, rank) if two_sided else None,
-            two_calls=None if two_sided else TwoCalls.of(plan, rank, keys[rank], needed[rank]),
         )
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> KeyExchange:
         """A copy with `move` applied to the tensors on the device; the tables stay on the host."""
-        return replace(
-            self,
-            layout_k=self.layout_k.moved(move),
-            own_keys=None if self.own_keys is None else move(self.own_keys),
-            two_calls=None if self.two_calls is None else self.two_calls.moved(move),
-        )
-
-
-class TwoCalls(NamedTuple):
-    """Attention to the pieces whose keys are here, while keys of those that wait for some travel.
-
-    Pieces that wait are the rank's last, or its first; padding belongs to the last.
-
-    Attributes:
-        sizes: the numbers of tokens of both, in the order of the rank.
-        here_first: whether the pieces that do not wait come first.
-        here: the layout of the pieces that do not wait.
-        waiting: of those that do; None if none does.
-        waiting_k: of the keys of these; None if none does.
-        key_ranges: as in `KeyExchange`, of these keys, without spare rows.
-    """
-
-    sizes: tuple[int, int]
-    here_first: bool
-    here: PackedLayout
-    waiting: PackedLayout | None
-    waiting_k: PackedLayout | None
-    key_ranges: Tensor
-
-    @property
-    def tokens_here(self) -> tuple[int, int]:
-        """The first token of the pieces that do not wait, and one past the last."""
-        first, total = self.sizes[0], sum(self.sizes)
-        return (0, first) if self.here_first else (first, total)
-
-    @property
-    def num_keys(self) -> int:
-        return 0 if self.waiting_k is None else self.waiting_k.total_tokens
-
-    @classmethod
-    def of(
-        cls, plan: RowPlan, rank: int, keys: list[list[_HeldPiece]], needed: list[_Sent]
-    ) -> TwoCalls | None:
-        """Those of one rank, from the keys of its pieces and what it receives."""
-        waits = [any(part.rank != rank for part in parts) for parts in keys]
-        first = len([*takewhile(lambda x: x is waits[0], waits)])
-        if all(waits) or waits[0] in waits[first:]:
-            return None
-        lengths, tokens = [piece.tokens for piece in plan.pieces[rank]], plan.tokens_per_rank
-        size = sum(lengths[:first]) if first < len(waits) else tokens
-        of_first = PackedLayout.from_lengths(lengths[:first], total_tokens=size)
-        if first == len(waits):
-            return cls((tokens, 0), True, of_first, None, None, _on_host([]).view(0, 4))
-        of_last = PackedLayout.from_lengths(lengths[first:], total_tokens=tokens - size)
-        wait = [parts for parts, waiting in zip(keys, waits, strict=True) if waiting]
-        return cls(
-            (size, tokens - size),
-            not waits[0],
-            *((of_last, of_first) if waits[0] else (of_first, of_last)),
-            PackedLayout.from_lengths([sum(part.tokens for part in parts) for parts in wait]),
-            _on_host(_key_ranges(wait, needed, rank, tokens)),
-        )
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> TwoCalls:
-        """A copy with `move` applied to the tensors on the device."""
-        return self._replace(
-            here=self.here.moved(move),
-            waiting=None if self.waiting is None else self.waiting.moved(move),
-            waiting_k=None if self.waiting_k is None else self.waiting_k.moved(move),
-        )
+        own_keys = None if self.own_keys is None else move(self.own_keys)
+        return replace(self, layout_k=self.layout_k.moved(move), own_keys=own_keys)
 
 
 # ---- the tables ----

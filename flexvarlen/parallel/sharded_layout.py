@@ -7,21 +7,54 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.row_split import OWN_KEYS, BoundaryLinks, RowKeys
+from flexvarlen.layout.row_split import OWN_KEYS, Attend, BoundaryLinks, RowKeys
+from flexvarlen.parallel.gather_keys import gather_keys
 from flexvarlen.parallel.key_exchange import KeyExchange
 from flexvarlen.parallel.pieces import Pieces
 from flexvarlen.parallel.plan import RowPlan
-from flexvarlen.parallel.row_keys import GatheredKeys
 
 if TYPE_CHECKING:  # not available in a torch built without distributed
     from torch.distributed import ProcessGroup
+
+
+class GatheredKeys(NamedTuple):
+    """The keys of this rank and those that others send: `RowKeys` of a row with split documents.
+
+    Attributes:
+        exchange: which keys.
+        group: the ranks; None: all.
+    """
+
+    exchange: KeyExchange
+    group: ProcessGroup | None
+
+    def layouts(self, layout: PackedLayout) -> tuple[PackedLayout, PackedLayout | None]:
+        if self.exchange.own_keys is not None:
+            return self.exchange.layout_k, None
+        return layout, self.exchange.layout_k
+
+    def attend(
+        self,
+        attend: Attend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        layer: int | None = None,
+    ) -> Any:
+        k, v = gather_keys(k, v, self.exchange, self.group)
+        own_keys = self.exchange.own_keys
+        if own_keys is None:
+            return attend(q, k, v, sinks)
+        q = q.new_zeros(len(k), *q.shape[1:]).index_copy(0, own_keys, q)
+        return attend(q, k, v, sinks).index_select(0, own_keys)
 
 
 @dataclass(frozen=True, eq=False)

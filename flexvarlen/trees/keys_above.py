@@ -96,9 +96,6 @@ class KeysOfPart(NamedTuple):
         k, v = _WithKeysAbove.apply(k, v, *given)  # type: ignore[no-untyped-call]
         return attend(q, k, v, sinks)
 
-    def in_two_calls(self, attend_to: Any) -> KeysOfPart:
-        return self
-
 
 def last_keys(layout_k: PackedLayout, dropped: int) -> PackedLayout:
     """The layout of a part's keys without the first `dropped`; positions still count from the root.

@@ -13,12 +13,11 @@ from torch.autograd import forward_ad
 
 from flexvarlen.attention.api import needs_gradients, refuse_forward_mode
 from flexvarlen.attention.auto.candidate_call import in_own_thread
-from flexvarlen.attention.auto.decide import COMPILED
 from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.attention.call import AttentionCall, Backend, is_past_int32
 from flexvarlen.attention.choose import choose
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.layout.row_split import OWN_KEYS, Attend, RowKeys
+from flexvarlen.layout.row_split import RowKeys
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.patches.attention.backend_choice import chosen_for, refusal_of_layers
 from flexvarlen.patches.batch.delivery import Delivery
@@ -245,27 +244,6 @@ class PackedForward:
     def _make_route(self, kind: LayerKind, dtype: torch.dtype, needs_grad: bool) -> Route:
         keys = self.layout.shard.keys(kind.window, kind.chunk, self.group)
         layout, layout_k = keys.layouts(self.layout)
-        made = tuple(self.routes.values())
-        route = self._route_to(kind, dtype, needs_grad, keys, layout, layout_k, made)
-        if self.group is None or route.backend.name in COMPILED or torch.compiler.is_compiling():
-            return route
-
-        def attend_to(layout: PackedLayout, layout_k: PackedLayout | None) -> Attend:
-            return self._route_to(kind, dtype, needs_grad, OWN_KEYS, layout, layout_k).attend
-
-        return route._replace(keys=keys.in_two_calls(attend_to))
-
-    def _route_to(
-        self,
-        kind: LayerKind,
-        dtype: torch.dtype,
-        needs_grad: bool,
-        keys: RowKeys[PackedLayout],
-        layout: PackedLayout,
-        layout_k: PackedLayout | None,
-        made: tuple[Route, ...] = (),
-    ) -> Route:
-        """The route for layouts of queries and keys (None: the same); `made` are for the same."""
         images, runs = self.row.image_runs, None
         if images is not None and kind.layer_type in images.layer_types:
             runs = images.tokens
@@ -282,7 +260,7 @@ class PackedForward:
         )
         mask = DocumentMask(layout, call.spec, layout_k=layout_k, runs=runs)
         backend = self._backend_for(kind, call, mask)
-        for other in made:
+        for other in tuple(self.routes.values()):
             if other.backend is backend and other.mask.spec == call.spec:
                 return Route(backend, call, other.mask, other.plan, keys)
         plan = backend.plan(mask, batch_invariant=self.batch_invariant)

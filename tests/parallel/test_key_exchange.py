@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, pairwise
+from itertools import chain
 
 import numpy as np
 from hypothesis import example, given
@@ -40,10 +40,10 @@ def received_by_rank(exchanges, own):
         yield [*chain.from_iterable(received)]
 
 
-def gathered_tokens(key_ranges, num_keys, own, received):
+def gathered_tokens(exchange, own, received):
     """The row's token at each gathered key; None past the last."""
-    found, tokens = [None] * num_keys, own + received
-    for token, _, n, key in ranges_of(key_ranges):
+    found, tokens = [None] * exchange.layout_k.total_tokens, own + received
+    for token, _, n, key in ranges_of(exchange.key_ranges):
         assert token >= len(own) or token + n <= len(own), "of own tokens or of received ones"
         assert found[key : key + n] == [None] * n, "each key is filled once"
         found[key : key + n] = tokens[token : token + n]
@@ -64,30 +64,6 @@ def check_gradients(exchanges, own, received):
         for token, source, n in arrivals:
             expected.setdefault((source, rank), []).extend(own[rank][token : token + n])
     assert sent == expected
-
-
-def check_two_calls(calls, pieces, keys, own, received):
-    """One has the pieces whose keys are here, the other the rest and their keys.
-
-    Args:
-        keys: of each piece, as tokens of the row.
-    """
-    waits = [not set(of_piece) <= set(own) for of_piece in keys]
-    if calls is None:
-        assert all(waits) or waits not in (sorted(waits), sorted(waits, reverse=True))
-        return
-    lengths = [piece.tokens for piece in pieces]
-    for layout, of_call in ((calls.here, False), (calls.waiting, True)):
-        expected = [n for n, waiting in zip(lengths, waits, strict=True) if waiting is of_call]
-        found = [] if layout is None else layout.cu_seqlens.diff().tolist()[: len(expected)]
-        assert [*filter(None, found)] == [*filter(None, expected)]
-    first, stop = calls.tokens_here
-    assert sum(calls.sizes) == len(own)
-    assert (calls.here.total_tokens, first == 0) == (stop - first, calls.here_first)
-    of_waiting = [
-        *chain.from_iterable(x for x, waiting in zip(keys, waits, strict=True) if waiting)
-    ]
-    assert gathered_tokens(calls.key_ranges, calls.num_keys, own, received) == of_waiting
 
 
 def plan_of(lengths, ranks, padding=0, **options):
@@ -125,8 +101,7 @@ def test_a_piece_gets_the_keys_that_it_attends_to(
     for rank, (exchange, received) in enumerate(zip(exchanges, all_received, strict=True)):
         assert len(received) == len(set(received)), "each key is sent once to a rank"
         assert not set(received) & set(own[rank]), "a rank receives no key that it holds"
-        num_keys = exchange.layout_k.total_tokens
-        tokens = gathered_tokens(exchange.key_ranges, num_keys, own[rank], received)
+        tokens = gathered_tokens(exchange, own[rank], received)
         needed = set(tokens) - {None} - set(own[rank])
         assert set(received) == needed, "only keys that a query needs are received"
         bounds = exchange.layout_k.cu_seqlens.tolist()
@@ -136,10 +111,7 @@ def test_a_piece_gets_the_keys_that_it_attends_to(
             assert tokens[bounds[slot] : bounds[slot + 1]] == [*range(begin + first, begin + last)]
         if causal or window is None:
             assert exchange.own_keys is None
-            of_pieces = [tokens[a:b] for a, b in pairwise(bounds)][: len(plan.pieces[rank])]
-            check_two_calls(exchange.two_calls, plan.pieces[rank], of_pieces, own[rank], received)
             continue
-        assert exchange.two_calls is None
         keys = exchange.own_keys.tolist()
         assert len(set(keys)) == plan.tokens_per_rank, "each query has a key of its own"
         real = plan.tokens_per_rank - plan.padding(rank)

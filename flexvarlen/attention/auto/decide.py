@@ -254,7 +254,7 @@ def _times(timings: Mapping[str, HostAndDevice]) -> dict[str, Times]:
 _UNCHECKED = ("sdpa", "reference")
 """torch's attention, called once per document, and the reference that kernels are compared with."""
 
-COMPILED = ("flex", "flex_fa4")
+_COMPILED = ("flex", "flex_fa4")
 """Backends that Dynamo compiles for each size; they are checked on the call's documents."""
 
 
@@ -303,7 +303,7 @@ def _check_once(name: str, call: AttentionCall, mask: DocumentMask | None) -> bo
     if why_nothing_runs(call.device) is not None:
         return False
     own = None
-    if name in COMPILED:
+    if name in _COMPILED:
         if mask is None or type(mask.layout.cu_seqlens) is not Tensor:
             return False
         if not (mask.layout.total_tokens and mask.layout_k.total_tokens):
