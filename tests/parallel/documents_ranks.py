@@ -164,6 +164,7 @@ class Model:
     Attributes:
         wrapper: which adds up the gradients; DDP after its first step in another order.
         prompt: tokens at the beginning of the row that have no label.
+        chunk_tokens: of the loss and of MLPs on the ranks; then they make no logits.
     """
 
     name: str
@@ -175,6 +176,7 @@ class Model:
     checkpointing: bool = False
     wrapper: Literal["ddp", "fsdp"] | None = None
     prompt: int = 0
+    chunk_tokens: int | None = None
 
     def new(self, **arguments: Any):
         model = new_model(self.kind, **self.changes).train()
@@ -196,7 +198,8 @@ class Model:
 
     def share(self, group: Any) -> dict[str, Any]:
         """A SHARE: logits, loss and gradients; found twice, to be bitwise equal."""
-        model = called = self.new(sequence_parallel_group=group, deterministic=True)
+        chunks = {"loss_chunk_tokens": self.chunk_tokens, "mlp_chunk_tokens": self.chunk_tokens}
+        model = called = self.new(sequence_parallel_group=group, deterministic=True, **chunks)
         if self.wrapper == "ddp":  # whose mean over the ranks is a part of the sum, as FSDP's
             called = DistributedDataParallel(model, process_group=group)
         elif self.wrapper == "fsdp":
@@ -213,10 +216,11 @@ class Model:
             gradients = {name: x.grad for name, x in model.named_parameters()}
             if self.wrapper == "fsdp":
                 gradients = {name: x.full_tensor() for name, x in gradients.items()}
-            found.append({"logits": out.logits.detach()[0], **losses_of(out), **gradients})
+            logits = {} if out.logits is None else {"logits": out.logits.detach()[0]}
+            found.append({**logits, **losses_of(out), **gradients})
         first, second = found
         same = self.wrapper == "ddp" or all(first[name].equal(second[name]) for name in first)
-        by_token = {"logits": first.pop("logits")}
+        by_token = {name: first.pop(name) for name in logits}
         return {"tokens": here, "by_token": by_token, "summed": first, "same_bits": same}
 
 
@@ -238,6 +242,8 @@ MODELS = (
     Model("routers_without_a_loss", "deepseek_v3", 2, "one", {"output_router_logits": True}),
     Model("in_eight_ranks", "qwen3", 8, "mixed"),
     Model("fsdp", "qwen3", 2, "mixed", backend="auto", wrapper="fsdp"),
+    Model("in_chunks", "qwen3", 2, "one", checkpointing=True, wrapper="fsdp", chunk_tokens=7),
+    Model("in_chunks_in_eight_ranks", "llama", 8, "mixed", checkpointing=True, chunk_tokens=4),
     Model("a_rank_without_labels", "llama", 3, "mixed", prompt=82),
     Model("encoder", "modernbert", 4, "mixed"),
     Model("encoder_with_a_table", "bert", 2, "one"),
