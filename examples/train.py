@@ -125,7 +125,10 @@ def main(
     compile: Annotated[bool, typer.Option("--compile")] = False,
     checkpointing: Annotated[bool, typer.Option("--checkpointing")] = False,
     offload: Annotated[
-        bool, typer.Option("--offload", help="Checkpoints, in host memory.")
+        bool,
+        typer.Option(
+            "--offload", help="Checkpoint layers, and keep what they save in host memory."
+        ),
     ] = False,
     loss_chunk_tokens: Annotated[
         int | None, typer.Option(help="Tokens whose logits exist at once.")

@@ -102,11 +102,12 @@ def patch_model(
         loss_chunk_tokens: with labels, compute the loss from hidden states, the logits of this
             many tokens at a time, in the backward too; `logits` of the outputs are then None. The
             loss must be transformers' own for the next token. A compiled graph has as many copies
-            of the head as there are chunks. Not of forwards with a cache or a 4D mask.
-        mlp_chunk_tokens: for layers under gradient checkpointing: run their MLPs on this many
-            tokens at a time, in the backward too, which computes each chunk again. Outputs and
-            gradients differ by rounding alone. Compiled graphs run MLPs whole. Not of encoders, nor
-            of layers that mix experts.
+            of the head as there are chunks. Forwards with a cache or a 4D mask compute all logits.
+        mlp_chunk_tokens: run each MLP on this many tokens at a time ("tiled MLP"), and again in the
+            backward, keeping its input alone. For layers under non-reentrant gradient
+            checkpointing, whose MLPs then run as often as before unless a norm follows them;
+            without checkpoints they run once more. Outputs and gradients differ by rounding.
+            Compiled graphs run MLPs whole. Not of encoders, nor of layers that mix experts.
         verify: check the patched model on a small random batch, as `verify_isolation` does; a kind
             of model that has passed is not checked again in the same process.
 

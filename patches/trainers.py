@@ -87,10 +87,10 @@ def patch_trainer(
             RLOO: `vllm_max_model_length`), twice that for the pairs of DPO. Reward
             models, which score documents, keep rows of their own size.
         tokens_per_part: tokens of a part at most, at least 1; None: a tree for each micro-batch.
-        loss_chunk_tokens: as in `patch_model`, of transformers' Trainer; SFTTrainer has
+        loss_chunk_tokens: as in `patch_model`, for transformers' Trainer; SFTTrainer has
             `loss_type="chunked_nll"` of its own.
-        mlp_chunk_tokens: as in `patch_model`, of any trainer. Models beside the policy that do not
-            support it run as they are.
+        mlp_chunk_tokens: as in `patch_model`, for any trainer. Reference, teacher and reward models
+            that do not support it run their MLPs whole.
         context_parallel: number of processes that share a row, a divisor of their total number.
 
     Returns:

@@ -1,4 +1,4 @@
-"""One packed row over several ranks.
+"""Context parallelism: one packed row over several ranks.
 
 | module | holds |
 |---|---|
@@ -12,4 +12,6 @@
 | `sharded_layout.py` | the layout of the pieces that one rank holds |
 | `trees.py` | trees, which lie whole on a rank |
 | `router_loss.py` | each rank's part of the router loss |
+| `every_rank.py` | an error of one rank is raised on all |
+| `sharded_parameters.py` | whether ranks share a model, and which ranks |
 """

@@ -5,13 +5,13 @@ of their document on other ranks: those before the piece (causal), all (bidirect
 within the window. The ranks that hold these keys send them, and receive their gradients. A document
 that lies whole on a rank needs nothing, and where none of the row is cut nothing is sent.
 
-With `layout_k` the last query of a piece is aligned with its last key. That is right for causal
-attention, and does not matter to bidirectional attention without a window; but a window to both
-sides would be measured from the wrong token. There each query is moved to the index of its own key
-(`own_keys`), and queries and keys share one layout.
+With `layout_k` queries and keys of a piece are aligned at their ends (FlashAttention's bottom-right
+alignment). That is right for causal attention, and does not matter to bidirectional attention
+without a window. With a window to both sides a piece has keys after its last query: there each
+query is placed at the index of its own key (`own_keys`), and queries and keys share one layout.
 
 The tables hold ranges of tokens, so they are short, and stay on the host; `gather_keys.py` reads
-them. All have as many rows, the most that a rank needs, so that compiled graphs meet few shapes.
+them. All tables of all ranks have one length, a power of two, so that few shapes reach graphs.
 
 Shapes: P = ranks, C = tokens of a rank, R = tokens received. Token indices count the C own tokens,
 then the R received ones.

@@ -53,7 +53,7 @@ class RowPlan:
         return attention_work(self.pieces, self.lengths, causal=self.causal)
 
     def order(self, first_tokens: Sequence[int] | None = None) -> NDArray[np.int64]:
-        """int64 `[T]`: the token of the row in each slot of rank 0, then of rank 1, and so on.
+        """int64 `[T]`: the row's tokens of rank 0, then of rank 1, and so on; padding last on each.
 
         Args:
             first_tokens: the index in the row of each document's first token; default: the

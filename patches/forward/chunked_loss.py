@@ -26,14 +26,14 @@ from flexvarlen.patches.lm_head import lm_head
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
 MOST_CHUNKS = 64
-"""Of a head that learns in bfloat16 or float16, in which autograd sums its gradients of chunks."""
+"""Of a head that learns in bfloat16 or float16: autograd sums its gradients of chunks in that."""
 
 
 def check_loss_chunk_tokens(loss_chunk_tokens: int | None, same_bits: int | None) -> int | None:
     """The argument `loss_chunk_tokens` of `patch_model`: a number of tokens, or None.
 
     Raises:
-        ValueError: it is none, or comes with `same_bits`.
+        ValueError: it is no positive number of tokens, or `same_bits` is given too.
     """
     if loss_chunk_tokens is None:
         return None

@@ -1,10 +1,10 @@
 """`mlp_chunk_tokens`: the MLPs of a model's layers, chunk by chunk, in the backward too.
 
-An MLP's intermediates are several times as wide as hidden states, and a layer under a checkpoint
-computes those of all its tokens anew. Here the backward of an MLP computes and differentiates one
-chunk after another. No intermediate of the forward is kept, but for the MLP's input.
+A checkpointed layer recomputes its MLP, whose intermediates are several times as wide as hidden
+states, for all tokens at once. Here forward and backward run one chunk of tokens at a time (a tiled
+MLP), and the MLP's input alone is kept.
 
-Shapes: T = tokens, H = hidden size; of outputs too.
+Shapes: T = tokens, H = hidden size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_mlp_chunk_tokens(mlp_chunk_tokens: int | None, same_bits: int | None) 
     """The argument `mlp_chunk_tokens` of `patch_model`: a number of tokens, or None.
 
     Raises:
-        ValueError: it is none, or comes with `same_bits`.
+        ValueError: it is no positive number of tokens, or `same_bits` is given too.
     """
     if mlp_chunk_tokens is None:
         return None
@@ -108,7 +108,7 @@ class _Call:
 
     @classmethod
     def of(cls, module: nn.Module, own: Any, size: int, hidden: Tensor) -> _Call:
-        """Of these hidden states, now."""
+        """The call on these hidden states, with autocast and the random state of now."""
         kind = hidden.device.type
         autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         states = torch.get_rng_state(), *get_device_states(hidden)
@@ -138,8 +138,8 @@ class _Call:
 class _KeepInput(torch.autograd.Function):
     """Keeps the input of `_Chunked`, before that runs.
 
-    A checkpoint computes a layer again up to the last tensor that was saved in it. A function's own
-    tensors are saved after its forward, so that the MLP would be computed once more for them.
+    A non-reentrant checkpoint stops recomputing a layer at the last tensor that the layer saved. If
+    `_Chunked` saved its input itself, that would be after its forward, which would run once more.
     """
 
     @staticmethod
@@ -160,7 +160,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, call: _Call, *parameters: Tensor) -> Tensor:
-        """The outputs `[..., H]` of hidden states `[..., H]`; of the MLP's parameters, in order."""
+        """The outputs `[..., H]` of hidden states `[..., H]`; autograd needs the parameters."""
         # Not saved: FSDP gathers the weights of the same tensors again before the backward.
         ctx.call, ctx.parameters = call, parameters
         hidden_TH = hidden.flatten(0, -2)

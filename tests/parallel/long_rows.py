@@ -1,4 +1,4 @@
-"""How fast, and in what memory, ranks that share a row of up to a million tokens train on it.
+"""Speed and memory of training on one row of up to a million tokens, which ranks share.
 
 LoRA on a dense model under FSDP2, layers checkpointed, the loss in chunks. Each rank first trains
 alone on a row of its own; then all share rows, by documents and by the heads of attention (Ulysses,
@@ -59,14 +59,14 @@ class Case:
     """A row that ranks share.
 
     Attributes:
-        tokens: of the row.
+        tokens: all tokens of the row.
         document: tokens of each of its documents.
         ranks: that share it.
         way: "documents" (ours), "ulysses", or "alone".
-        offload: whether checkpoints are in host memory.
+        offload: whether what checkpointed layers save is in host memory.
         mlp_chunks: whether MLPs run `MLP_CHUNK` tokens at a time.
         geometry: "qwen3-8b", or of `GEOMETRIES`.
-        steps: that are timed.
+        steps: timed steps.
     """
 
     tokens: int
@@ -265,7 +265,7 @@ def measured(case: Case, device: torch.device) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(part.detach() / case.ranks)
 
-    step(of_rank(shorter=16))  # not measured
+    step(of_rank(shorter=16))  # warm-up
     losses.clear()
     once = partial(step, of_rank(shorter=1))
     seconds = [largest([seconds_of(once, device)], device)[0] for _ in range(case.steps)]

@@ -1,4 +1,4 @@
-"""What keeps its bits in rows of one size, what that costs, and GRPO's drift with it and without.
+"""Which backends give a document equal bits in any row of one size, the cost, and GRPO's drift.
 
 Documents of one row in four packings, whose logits, input gradients and parameter gradients are
 compared bit by bit; times of forwards on full rows; and log-probabilities of TRL's GRPOTrainer in

@@ -13,10 +13,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import save_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import modeling_utils
+from transformers.pytorch_utils import Conv1D
 
 import flexvarlen as fv
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.models.layers import dense_mlps
+from flexvarlen.patches.parts import ModelParts
 from tests.contract_oracle import gradients_of
 from tests.patches.forward.test_chunked_loss import padded, rows, trainer_of
 from tests.patches.kinds import KINDS, assert_learned_alone, row_of
@@ -84,18 +86,34 @@ def llama(**changes):
 # ---- what is learned ----
 
 
+@pytest.fixture
+def computed():
+    """Sizes of the inputs of the first layer's MLP."""
+    sizes = []
+
+    def watch(model):
+        mlp = dense_mlps(ModelParts.of(model).text_tower(model))[0]
+        linear = next(x for x in mlp.modules() if isinstance(x, (nn.Linear, Conv1D)))
+        linear.register_forward_pre_hook(lambda _, x: sizes.append(x[0].shape[:-1].numel()))
+        return sizes
+
+    return watch
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(family):
+def test_every_family(family, computed):
     backend = "reference" if family in ("gemma2", "gpt_oss") else "sdpa"
     model = checkpointing(new_model(family).double().train())
-    mixes_experts = fv.patches.parts.ModelParts.of(model).routers is not None
+    mixes_experts = ModelParts.of(model).routers is not None
     if mixes_experts or family in (*ENCODERS, *NO_MLP):
         with pytest.raises(NotImplementedError, match="mlp_chunk_tokens is for decoder layers"):
             patched(model)
         return
     expected = learned(fv.patch_model(model, backend))
+    sizes = computed(model)
     found = learned(fv.patch_model(model, backend, mlp_chunk_tokens=CHUNK))
     assert_same(found, expected, 1e-5)  # norms are in float32
+    assert max(sizes) == CHUNK
 
 
 @pytest.mark.parametrize("kind", ["dense", "windows", "longrope", "images", "hybrid"])
@@ -239,19 +257,6 @@ def test_intermediates_of_all_tokens_never_exist(checkpoints):
         with Largest() as seen, torch.no_grad():
             model(**rows())
         assert seen.rows == most
-
-
-@pytest.fixture
-def computed():
-    """Sizes of the inputs of the first layer's MLP."""
-    sizes = []
-
-    def watch(model):
-        mlp = dense_mlps(model)[0]
-        mlp.up_proj.register_forward_pre_hook(lambda _, x: sizes.append(x[0].shape[:-1].numel()))
-        return sizes
-
-    return watch
 
 
 @pytest.mark.parametrize(
