@@ -76,6 +76,12 @@ def _in_chunks(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[
     if torch.compiler.is_compiling() or size is None or hidden.shape[:-1].numel() <= size:
         return call_own(module, own, (hidden,), {})
     parameters = tuple(module.parameters())
+    if any(x._backward_hooks for x in parameters):
+        raise NotImplementedError(
+            "parameters of an MLP with mlp_chunk_tokens must have no hooks, which would run for "
+            f"each chunk, got one in {type(module).__name__}; use "
+            "register_post_accumulate_grad_hook."
+        )
     learns = any(x.requires_grad for x in (hidden, *parameters))
     kept = _KeepInput.apply(hidden, hidden.new_empty(0, requires_grad=learns))  # type: ignore[no-untyped-call]
     return _Chunked.apply(kept, _Call.of(module, own, size, kept), *parameters)  # type: ignore[no-untyped-call]
@@ -161,8 +167,9 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, call: _Call, *parameters: Tensor) -> Tensor:
         """The outputs `[..., H]` of hidden states `[..., H]`; autograd needs the parameters."""
-        # Not saved: FSDP gathers the weights of the same tensors again before the backward.
+        # Not by save_for_backward: FSDP frees and refills the storage of these tensors.
         ctx.call, ctx.parameters = call, parameters
+        ctx.versions = [x._version for x in parameters]
         hidden_TH = hidden.flatten(0, -2)
         found: Tensor | None = None
         for chunk in call.chunks(len(hidden_TH)):
@@ -180,6 +187,17 @@ class _Chunked(torch.autograd.Function):
         call: _Call = ctx.call
         (hidden,) = call.keeper.saved_tensors  # which a checkpoint computes now
         parameters: tuple[Tensor, ...] = ctx.parameters
+        if not parameters:
+            raise RuntimeError(
+                "an MLP with mlp_chunk_tokens must have parameters, got "
+                f"{type(call.module).__name__} without any, as FSDP1 leaves it; pass "
+                "use_orig_params=True, and non-reentrant checkpoints."
+            )
+        if ctx.versions != [x._version for x in parameters]:
+            raise RuntimeError(
+                "parameters of an MLP with mlp_chunk_tokens must be the same in the backward, got "
+                "some that were changed in place; step the optimizer after the backward."
+            )
         learned = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
         sums: list[Tensor | None] = [None] * len(parameters)
         hidden_TH, grad_TH = hidden.flatten(0, -2), grad_output.flatten(0, -2)
@@ -199,10 +217,18 @@ class _Chunked(torch.autograd.Function):
         return found, None, *sums  # which autograd casts to the parameters' dtypes
 
 
-def _added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """A sum, in float32 at least, with the gradient of another chunk; None: unused so far."""
+def _added(total: Tensor | None, grad: Tensor | None) -> Tensor:
+    """A sum, in float32 at least, with the gradient of another chunk.
+
+    Raises:
+        RuntimeError: there is none, so that the MLP computed with other tensors.
+    """
     if grad is None:
-        return total
+        raise RuntimeError(
+            "an MLP with mlp_chunk_tokens must compute with the parameters that it had in the "
+            "forward, got one that has no part in its outputs; remove FSDP units, "
+            "parametrizations and functional_call inside MLPs, and adapters that are off."
+        )
     if total is None:
         return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
     return total.add_(grad)

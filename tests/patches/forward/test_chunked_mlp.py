@@ -212,6 +212,41 @@ def test_autocast(around_backward, checkpoints):
     assert_same(found[1], found[0], 0.02)  # bfloat16 has 8 bits
 
 
+def without_parameters(mlp):
+    """Plain attributes instead, as FSDP1 makes them."""
+    for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        weight = linear.weight
+        del linear.weight
+        linear.weight = weight * 1
+
+
+@pytest.mark.parametrize(
+    ("change", "when", "why"),
+    [
+        (lambda mlp: mlp.up_proj.weight.register_hook(lambda x: x / 2), "before", "no hooks"),
+        (lambda mlp: mlp.requires_grad_(False).up_proj.weight.add_(1), "after", "changed in place"),
+        (lambda mlp: setattr(mlp, "up_proj", copy.deepcopy(mlp.up_proj)), "after", "has no part"),
+        (without_parameters, "before", "use_orig_params"),
+    ],
+    ids=["hook", "in_place", "replaced", "without_parameters"],
+)
+def test_gradients_that_would_be_lost(change, when, why):
+    model = llama()
+    mlp = patched(model).model.layers[0].mlp
+    hidden = torch.randn(1, TOKENS, mlp.up_proj.in_features, requires_grad=True)
+
+    def step():
+        if when == "before":
+            change(mlp)
+        loss = mlp(hidden).sum()
+        if when == "after":
+            change(mlp)
+        loss.backward()
+
+    with pytest.raises((NotImplementedError, RuntimeError), match=why):
+        step()
+
+
 def test_gradients_are_not_summed_in_bfloat16():
     """Nor returned in another dtype. 512 chunks of one token."""
     model = llama()
