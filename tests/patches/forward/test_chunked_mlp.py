@@ -8,6 +8,7 @@ import pickle
 import peft
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import save_on_cpu
@@ -169,17 +170,19 @@ def in_pieces(model):
     return fv.patch_model(model, "sdpa")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("checkpoints", ["none", "not_reentrant", "reentrant"])
-def test_dropout_draws_the_same_numbers_again(checkpoints):
+def test_dropout_draws_the_same_numbers_again(checkpoints, device):
     found = []
     for change in (in_pieces, patched):
         config = peft.LoraConfig(
             target_modules=["gate_proj", "down_proj"], lora_dropout=0.5, init_lora_weights=False
         )
-        model = peft.inject_adapter_in_model(config, llama().double())
+        model = peft.inject_adapter_in_model(config, llama().double()).to(device)
         change(checkpointing(model, checkpoints))
         torch.manual_seed(3)
-        found.append((learned(model), torch.rand(1)))
+        inputs = send_to_device(rows(), device)
+        found.append((learned(model, inputs), torch.rand(1, device=device)))
     assert_same(found[1][0], found[0][0])
     assert torch.equal(found[0][1], found[1][1]), "the backward must not use up random numbers"
 
