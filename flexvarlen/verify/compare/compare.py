@@ -25,14 +25,12 @@ from flexvarlen.reference.model import (
     without_router_loss,
 )
 from flexvarlen.report.records import Record
-from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import Finding, Options
 from flexvarlen.verify.compare.accuracy import describe, error_measures, is_whole, reference_of
 from flexvarlen.verify.compare.check import Checks, check_variant
 from flexvarlen.verify.compare.report import BASELINE, SUITE, Report
 from flexvarlen.verify.corpus import row_of
 from flexvarlen.verify.experiment.batch import PackedBatch, recut
-from flexvarlen.verify.experiment.inputs import THEIRS
 from flexvarlen.verify.experiment.measure import LIMITS, CheckedVariant, check_and_time
 from flexvarlen.verify.experiment.step import causal_step, free
 from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
@@ -215,8 +213,6 @@ class _Comparison:
         if name == BASELINE:
             return self._baseline()
         self._did()
-        if name.startswith(THEIRS) and isinstance(self.batch, TreeBatch):
-            raise Unsupported(f"{name} does not support a packed_layout of trees.")
         sizes = Sizes.of(self.batch)
         variant = make_variant(name, self.base, sizes, train=self.train, or_forward=True)
         if self.checks.compile:  # graph breaks are counted

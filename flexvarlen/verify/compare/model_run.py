@@ -11,7 +11,8 @@ Shapes: T tokens of all documents; N documents; V = vocabulary; B rows of S toke
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -99,38 +100,27 @@ class Targets(NamedTuple):
         return torch.stack(sums)
 
 
-class Recorder:
-    """A context that records the outputs of the embeddings and of each block, by forward hooks.
+@contextmanager
+def recorded_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """A list that gets the outputs of the embeddings and of each block, by forward hooks.
 
-    Hooks trace under torch.compile (recorded tensors become outputs of the graph), whereas
-    transformers' output_hidden_states does not, and returns the last block's output after the norm.
-
-    Attributes:
-        states: `[B, S, hidden]` each, detached, of the call since `taken`.
+    Of each call, `[B, S, hidden]` each, detached. Hooks trace under torch.compile (recorded tensors
+    become outputs of the graph), whereas transformers' output_hidden_states does not, and returns
+    the last block's output after the norm.
     """
+    states: list[Tensor] = []
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        tower = ModelParts.of(model).text_tower(model)
-        self.modules = [model.get_input_embeddings(), *layers_of(tower).values()]
-        self.states: list[Tensor] = []
-        self._handles: list[Any] = []
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        states.append((output[0] if isinstance(output, tuple) else output).detach())
 
-    def __enter__(self) -> Recorder:
-        self._handles = [module.register_forward_hook(self._keep) for module in self.modules]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
+    tower = ModelParts.of(model).text_tower(model)
+    modules = [model.get_input_embeddings(), *layers_of(tower).values()]
+    handles = [module.register_forward_hook(keep) for module in modules]
+    try:
+        yield states
+    finally:
+        for handle in handles:
             handle.remove()
-
-    def taken(self) -> list[Tensor]:
-        """Return the states of the last call, and clear them."""
-        states, self.states = self.states, []
-        return states
-
-    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        self.states.append(states.detach())
 
 
 def run_model(variant: Variant, row: Row, batching: str = "packed") -> ModelRun:
@@ -163,14 +153,13 @@ def run_model(variant: Variant, row: Row, batching: str = "packed") -> ModelRun:
         (targets.losses(own(logits, each), some, first).sum() / targets.counted).backward()
         _take_gradients(variant.model, gradients)
 
-    with Recorder(variant.model) as recorder:
-        kept = run_step(
-            variant,
-            forwards,
-            backward,
-            take=lambda output: output.logits,
-            keep=lambda logits, each: [own(x, each) for x in (logits.detach(), *recorder.taken())],
-        )
+    def keep(logits: Tensor, each: ModelInputs) -> list[Tensor]:
+        found = [own(x, each) for x in (logits.detach(), *states)]
+        states.clear()
+        return found
+
+    with recorded_states(variant.model) as states:
+        kept = run_step(variant, forwards, backward, take=lambda x: x.logits, keep=keep)
     logits, *hidden = kept[0] if len(kept) == 1 else map(torch.cat, zip(*kept, strict=True))
     with torch.no_grad():
         # Document by document, so that the order of summation does not depend on the batching.

@@ -9,9 +9,8 @@
 | dtype | the packed row in low precision, against float32 with the same weights |
 
 In a row of trees, samples take the place of documents. Both runs of a comparison are checked
-against
-each document alone in fp64, by the acceptance rule: a run that differs more than rounding is
-    "wrong".
+against each document alone in fp64, by the acceptance rule: a run that differs more than rounding
+is "wrong".
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ from flexvarlen.verify.compare.model_run import ModelRun, run_model
 from flexvarlen.verify.corpus import row_of
 from flexvarlen.verify.experiment.alone import Alone
 from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.inputs import THEIRS
 from flexvarlen.verify.experiment.measure import LIMITS
-from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
+from flexvarlen.verify.experiment.tree_batch import Row
 from flexvarlen.verify.experiment.variant import Sizes, Variant, make_variant, variant_names
 
 if TYPE_CHECKING:
@@ -241,7 +239,4 @@ class _Pairs:
 
     def _variant(self, name: str, base: PreTrainedModel) -> Variant:
         """A backend on the parameters of `base`; raises `Unsupported`."""
-        if name.startswith(THEIRS) and isinstance(self.row, TreeBatch):
-            raise Unsupported(f"{name} does not support a packed_layout of trees.")
-        sizes = Sizes.of(self.row)
-        return make_variant(name, base, sizes, train=self.case.train, or_forward=True)
+        return make_variant(name, base, Sizes.of(self.row), train=self.case.train, or_forward=True)

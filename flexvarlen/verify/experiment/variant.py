@@ -27,7 +27,7 @@ from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import UnknownVariant
 from flexvarlen.verify.experiment.batch import GivenBatch
 from flexvarlen.verify.experiment.inputs import THEIRS, ModelInputs, forms_of, inputs_of
-from flexvarlen.verify.experiment.tree_batch import Row
+from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,9 +107,11 @@ class Variant:
             of_tokens: the other arguments, `[1, T, …]`, labels among them; or 0-d.
 
         Raises:
-            Unsupported: a caller's batch with images and without their positions, which
-                transformers makes of input_ids.
+            Unsupported: transformers' attention gets trees, or a caller's batch with images and
+                without their positions, which transformers makes of input_ids.
         """
+        if self.theirs and isinstance(row, TreeBatch):
+            raise Unsupported(f"{self.name} does not support a packed_layout of trees.")
         given = self.given(row)
         if given is None:
             return ModelInputs({**of_tokens, **self.inputs(row)})
