@@ -222,11 +222,11 @@ def rollout(
         from flexvarlen.verify.models import build_model, checked_model
         from flexvarlen.verify.rollout.consistency import require_consistent
         from flexvarlen.verify.rollout.drift import RolloutCase, RolloutDrift
-        from flexvarlen.verify.rollout.responses import Sampling, read_responses
+        from flexvarlen.verify.rollout.responses import read_responses
 
         where = device_of(device)
         what = dtype_of(dtype, where)
-        found = read_responses(responses, Sampling(temperature, logprobs_mode))
+        found = read_responses(responses, temperature, logprobs_mode)
         label, options = checked_model(model).label, _options(where, _variants(backend, where))
         built, _ = build_model(model, device=where, dtype=what, seed=seed)
         row = tokens or DEFAULT_TOKENS[where.type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +33,26 @@ def json_documents(text: str, file: Path, tokenizer: Any = None) -> list[str]:
     >>> json_documents('{"text": "one"}\\n\\n' + chat, Path("notes.jsonl"))
     ['one', 'Hi\\nHello!']
     """
-    documents = []
+    return [
+        _document(line, found, f"line {number} of {str(file)!r}", tokenizer)
+        for number, line, found in json_objects(text)
+    ]
+
+
+def json_objects(text: str) -> Iterator[tuple[int, str, dict[str, Any] | None]]:
+    """Number, text and object of each line that is not blank; None where it is no object."""
     # str.splitlines also splits at characters that JSON allows inside a string, U+2028 for one.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            documents.append(_document(line, f"line {number} of {str(file)!r}", tokenizer))
-    return documents
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError:
+                found = None
+            yield number, line, found if isinstance(found, dict) else None
 
 
-def _document(line: str, where: str, tokenizer: Any) -> str:
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
+def _document(line: str, found: dict[str, Any] | None, where: str, tokenizer: Any) -> str:
+    if found is None:
         raise ValueError(
             f"text must be a JSON object on each line of a JSON file, got {_short(line)} "
             f"in {where}; write JSON lines, or rename a file of plain text."

@@ -29,7 +29,7 @@ from flexvarlen.verify.rollout.logprobs import (
     require_vocabulary,
     trainer_logprobs,
 )
-from flexvarlen.verify.rollout.responses import RAW, Response
+from flexvarlen.verify.rollout.responses import RAW, Response, location
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,7 +142,7 @@ def why_broken(
         _, other, (start, end) = best
         return (
             f"responses must have log-probabilities of their own tokens and temperature, got "
-            f"{other.what} from {_place(responses, start)} on ({end - start} tokens are "
+            f"{other.what} from {location(responses, start)} on ({end - start} tokens are "
             f"{float(cost[start:end].mean()):.2g} nats off in the mean); {other.todo}."
         )
     run = first_run(cost - EXPECTED, partial(_is_foreign, engine, cost))
@@ -152,13 +152,13 @@ def why_broken(
     if run[1] - run[0] > 0.8 * len(cost):
         return (
             f"responses must be of this model, got log-probabilities {off} from "
-            f"{_place(responses, run[0])} on, nearly everywhere; name the model and the weights "
+            f"{location(responses, run[0])} on, nearly everywhere; name the model and the weights "
             "that sampled, and the ids that it sampled."
         )
     return (
         f"responses must have the ids that the engine sampled, got log-probabilities of other "
-        f"tokens from {_place(responses, run[0])} on (re-tokenized?): {run[1] - run[0]} tokens are "
-        f"{off}; keep the engine's ids."
+        f"tokens from {location(responses, run[0])} on (re-tokenized?): {run[1] - run[0]} tokens "
+        f"are {off}; keep the engine's ids."
     )
 
 
@@ -201,11 +201,3 @@ def _is_foreign(engine: Tensor, cost: Tensor, start: int, end: int) -> bool:
     run = engine[start:end]
     spread = float((run - run.median()).abs().mean())
     return float(cost[start:end].mean()) >= SPREAD * min(spread, CAP)
-
-
-def _place(responses: Sequence[Response], token: int) -> str:
-    for each in responses:
-        if token < len(each.completion):
-            return f"token {token} of line {each.line}"
-        token -= len(each.completion)
-    raise IndexError(token)

@@ -19,7 +19,7 @@ from flexvarlen.runner.each import measure_passes
 from flexvarlen.runner.suite import Finding, Findings, GivenCases, Options
 from flexvarlen.verify.experiment.variant import variant_names
 from flexvarlen.verify.rollout.logprobs import trainer_logprobs
-from flexvarlen.verify.rollout.responses import Response
+from flexvarlen.verify.rollout.responses import Response, location
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -148,8 +148,6 @@ def ratio_measures(log_ratio: Tensor, responses: Sequence[Response]) -> dict[str
     worst = [_rms(piece) for piece in pieces]
     ratio = log_ratio.exp()
     at = torch.quantile(ratio, torch.tensor(QUANTILES, dtype=ratio.dtype)).tolist()
-    places = [(x.line, at) for x in responses for at in range(len(x.completion))]
-    line, token = places[int(log_ratio.abs().argmax())]
     return {
         "responses": len(pieces),
         "completion_tokens": len(log_ratio),
@@ -164,7 +162,7 @@ def ratio_measures(log_ratio: Tensor, responses: Sequence[Response]) -> dict[str
         "responses_log_ratio": [float(piece.sum()) for piece in pieces],
         "response_rms": max(worst),
         "worst_line": responses[worst.index(max(worst))].line,
-        "worst_token": f"token {token} of line {line}",
+        "worst_token": location(responses, int(log_ratio.abs().argmax())),
     }
 
 

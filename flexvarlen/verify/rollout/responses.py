@@ -7,12 +7,14 @@ sampled, where the command does not say so.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from flexvarlen.verify.corpus import read_text
+from flexvarlen.verify.json_lines import json_objects
 
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"
 MODES = (RAW, PROCESSED)
@@ -56,22 +58,25 @@ class Response:
     temperature: float
 
 
-class ParsedCompletion(NamedTuple):
-    """What a reader finds of one completion, not yet checked."""
-
-    prompt: Any
-    completion: Any
-    logprobs: Any
+def location(responses: Sequence[Response], token: int) -> str:
+    """Where a token of all completions is, in words."""
+    for each in responses:
+        if token < len(each.completion):
+            return f"token {token} of line {each.line}"
+        token -= len(each.completion)
+    raise IndexError(token)
 
 
 Values = Mapping[str, Any]
+Unchecked = tuple[Any, Any, Any]
+"""Prompt, completion and log-probabilities of one completion, as they stand in a line."""
 
 
-def _plain(line: Values) -> Iterator[ParsedCompletion]:
-    yield ParsedCompletion(line.get("prompt_ids"), line["completion_ids"], line.get("logprobs"))
+def _plain(line: Values) -> Iterator[Unchecked]:
+    yield line.get("prompt_ids"), line["completion_ids"], line.get("logprobs")
 
 
-def _vllm(line: Values) -> Iterator[ParsedCompletion]:
+def _vllm(line: Values) -> Iterator[Unchecked]:
     for each in line["outputs"]:
         ids, found = each.get("token_ids"), each.get("logprobs")
         if isinstance(found, list) and isinstance(ids, list):
@@ -85,10 +90,10 @@ def _vllm(line: Values) -> Iterator[ParsedCompletion]:
                 )
             found = [x["logprob"] if isinstance(x, Mapping) else x for x in chosen]
             found += [math.nan] * (len(each["logprobs"]) - len(found))
-        yield ParsedCompletion(line.get("prompt_token_ids"), ids, found)
+        yield line.get("prompt_token_ids"), ids, found
 
 
-def _openai(line: Values) -> Iterator[ParsedCompletion]:
+def _openai(line: Values) -> Iterator[Unchecked]:
     for each in line["choices"]:
         prompt = each.get("prompt_token_ids") or line.get("prompt_token_ids")
         found: Any = each.get("logprobs") or {}
@@ -96,10 +101,10 @@ def _openai(line: Values) -> Iterator[ParsedCompletion]:
         by_token = found.get("token_logprobs")
         if content is not None:
             by_token = [token.get("logprob") for token in content]
-        yield ParsedCompletion(prompt, each.get("token_ids"), by_token)
+        yield prompt, each.get("token_ids"), by_token
 
 
-def _sglang(line: Values) -> Iterator[ParsedCompletion]:
+def _sglang(line: Values) -> Iterator[Unchecked]:
     about = line["meta_info"]
     triples: Any = about.get("output_token_logprobs") or []
     named = [triple[1] for triple in triples]
@@ -112,7 +117,7 @@ def _sglang(line: Values) -> Iterator[ParsedCompletion]:
             )
     prompt = line.get("input_ids") or line.get("prompt_ids")
     prompt = prompt or [triple[1] for triple in about.get("input_token_logprobs") or []]
-    yield ParsedCompletion(prompt, ids, [triple[0] for triple in triples] or None)
+    yield prompt, ids, [triple[0] for triple in triples] or None
 
 
 class Reader(NamedTuple):
@@ -127,7 +132,7 @@ class Reader(NamedTuple):
     """
 
     key: str
-    read: Callable[[Values], Iterator[ParsedCompletion]]
+    read: Callable[[Values], Iterator[Unchecked]]
     mode: str | None
     ask: str
     truncated: bool = True
@@ -147,77 +152,70 @@ READERS = (
 )
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the engine sampled, for lines that do not say so themselves.
+def temperature_of(line: Values, reader: Reader, temperature: Any, mode: str | None) -> float:
+    """The temperature that the line's log-probabilities are at.
 
-    Attributes:
-        temperature: None: each line says.
-        mode: of `MODES`; None: each line, or its shape.
+    Args:
+        temperature, mode: as in `read_responses`.
+
+    Raises:
+        ValueError: they are at none, or it is unknown.
+        NotImplementedError: a processor changed them.
     """
-
-    temperature: float | None = None
-    mode: str | None = None
-
-    def of(self, line: Values, reader: Reader) -> float:
-        """The temperature that the line's log-probabilities are at.
-
-        Raises:
-            ValueError: they are at none, or it is unknown.
-            NotImplementedError: a processor changed them.
-        """
-        said = {**line.get("sampling_params", {}), **line}
-        temperature: Any = said.get("temperature", self.temperature)
-        mode = said.get("logprobs_mode", self.mode or reader.mode)
-        if mode not in (None, *MODES):
-            raise ValueError(f"logprobs_mode {' or '.join(MODES)}, got {mode!r}; name one")
-        if mode == RAW:
-            return 1.0
-        changes = {
-            name: said[name]
-            for name, neutral in PROCESSORS.items()
-            if said.get(name) is not None and said[name] not in neutral
-            if reader.truncated or name not in TRUNCATIONS
-        }
-        if mode is None and (changes or temperature not in (1, None)):
-            raise ValueError(
-                f"logprobs_mode {' or '.join(MODES)}, got none beside "
-                f"{', '.join(changes) or f'temperature {temperature}'}; say how vLLM ran, by "
-                f"default {RAW}"
-            )
-        if changes:
-            names = ", ".join(f"{name} {value}" for name, value in changes.items())
-            raise NotImplementedError(
-                f"log-probabilities over the whole vocabulary, got those after {names}; sample "
-                f"without, or take {RAW} of vLLM"
-            )
-        if type(temperature) not in (int, float) or not 0 < temperature < math.inf:
-            raise ValueError(
-                f"a temperature above 0, got {temperature}; write it into the lines or pass "
-                f"--temperature, and of greedy decoding take {RAW}"
-            )
-        return float(temperature)
+    said = {**line.get("sampling_params", {}), **line}
+    temperature = said.get("temperature", temperature)
+    mode = said.get("logprobs_mode", mode or reader.mode)
+    if mode not in (None, *MODES):
+        raise ValueError(f"logprobs_mode {' or '.join(MODES)}, got {mode!r}; name one")
+    if mode == RAW:
+        return 1.0
+    changes = {
+        name: said[name]
+        for name, neutral in PROCESSORS.items()
+        if said.get(name) is not None and said[name] not in neutral
+        if reader.truncated or name not in TRUNCATIONS
+    }
+    if mode is None and (changes or temperature not in (1, None)):
+        raise ValueError(
+            f"logprobs_mode {' or '.join(MODES)}, got none beside "
+            f"{', '.join(changes) or f'temperature {temperature}'}; say how vLLM ran, by "
+            f"default {RAW}"
+        )
+    if changes:
+        names = ", ".join(f"{name} {value}" for name, value in changes.items())
+        raise NotImplementedError(
+            f"log-probabilities over the whole vocabulary, got those after {names}; sample "
+            f"without, or take {RAW} of vLLM"
+        )
+    if type(temperature) not in (int, float) or not 0 < temperature < math.inf:
+        raise ValueError(
+            f"a temperature above 0, got {temperature}; write it into the lines or pass "
+            f"--temperature, and of greedy decoding take {RAW}"
+        )
+    return float(temperature)
 
 
-def read_responses(file: Path, sampling: Sampling) -> list[Response]:
+def read_responses(
+    file: Path, temperature: float | None = None, mode: str | None = None
+) -> list[Response]:
     """The responses of a file of JSON lines.
+
+    Args:
+        temperature: of the sampling, for lines that do not say so.
+        mode: of `MODES`, for lines that do not say so; None: that of the line's shape.
 
     Raises:
         ValueError: a line is no response, or has other than one log-probability for each token.
         NotImplementedError: log-probabilities that a processor of logits changed.
     """
-    from flexvarlen.verify.corpus import read_text
-
     found = []
-    for number, text in enumerate(read_text(file, "responses").split("\n"), 1):
-        if not text.strip():
-            continue
+    for number, text, parsed in json_objects(read_text(file, "responses")):
         where = f" in line {number} of {file.name}"
         try:
-            line, reader = _parsed(text)
+            line, reader = _with_reader(parsed, text)
             given = list(reader.read(line))
-            temperature = sampling.of(line, reader)
-            found += [_checked(number, each, reader, temperature) for each in given]
+            at = temperature_of(line, reader, temperature, mode)
+            found += [_checked(number, each, reader, at) for each in given]
         except (ValueError, NotImplementedError) as error:
             what, _, todo = str(error).partition("; ")
             raise type(error)(f"responses must have {what}{where}; {todo}.") from error
@@ -231,12 +229,8 @@ def read_responses(file: Path, sampling: Sampling) -> list[Response]:
     return found
 
 
-def _parsed(text: str) -> tuple[Values, Reader]:
-    try:
-        line = json.loads(text)
-    except json.JSONDecodeError:
-        line = None
-    if not isinstance(line, dict):
+def _with_reader(line: Values | None, text: str) -> tuple[Values, Reader]:
+    if line is None:
         raise ValueError(f"a JSON object on each line, got {text.strip()[:60]!r}; write JSON lines")
     for reader in READERS:
         if reader.key in line:
@@ -248,8 +242,9 @@ def _parsed(text: str) -> tuple[Values, Reader]:
     )
 
 
-def _checked(line: int, given: ParsedCompletion, reader: Reader, temperature: float) -> Response:
-    for name, ids in (("prompt", given.prompt), ("completion", given.completion)):
+def _checked(line: int, given: Unchecked, reader: Reader, temperature: float) -> Response:
+    prompt, completion, logprobs = given
+    for name, ids in (("prompt", prompt), ("completion", completion)):
         if not isinstance(ids, list) or not ids:
             raise ValueError(f"ids of a {name}, got {ids!r:.60}; ask for {reader.ask}")
         wrong = [at for at, x in enumerate(ids) if type(x) is not int or x < 0]
@@ -258,8 +253,8 @@ def _checked(line: int, given: ParsedCompletion, reader: Reader, temperature: fl
                 f"integers as ids of the {name}, got {ids[wrong[0]]!r} at token {wrong[0]}; keep "
                 "the engine's"
             )
-    _require_logprobs(given.completion, given.logprobs, reader)
-    return Response(line, given.prompt, given.completion, given.logprobs, temperature)
+    _require_logprobs(completion, logprobs, reader)
+    return Response(line, prompt, completion, logprobs, temperature)
 
 
 def _require_logprobs(ids: Sequence[int], logprobs: Any, reader: Reader) -> None:

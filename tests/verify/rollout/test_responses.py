@@ -8,7 +8,6 @@ from flexvarlen.verify.rollout.responses import (
     PROCESSORS,
     TRUNCATIONS,
     Response,
-    Sampling,
     read_responses,
 )
 from tests.sentences import failed_refusals, is_one_sentence
@@ -61,7 +60,7 @@ def read(tmp_path):
     def read_line(line, **sampling):
         file = tmp_path / "r.jsonl"
         file.write_text(line if isinstance(line, str) else json.dumps(line) + "\n\n")
-        return read_responses(file, Sampling(**sampling))
+        return read_responses(file, **sampling)
 
     return read_line
 
