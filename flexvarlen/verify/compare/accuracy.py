@@ -12,6 +12,7 @@ import torch
 
 from flexvarlen.reference.acceptance import allowed, largest
 from flexvarlen.reference.model import baseline_model
+from flexvarlen.report.table import nan_last
 from flexvarlen.verify.experiment.alone import Alone, Errors
 from flexvarlen.verify.experiment.batch import PackedBatch
 from flexvarlen.verify.experiment.tree_batch import Row
@@ -115,7 +116,6 @@ def limit_measures(reference: Alone, errors: Errors) -> dict[str, Any]:
         for name, x in errors.gradients.items()
     }
     if ratios:
-        worst = largest(list(ratios.values()))
-        nearest = next(name for name, x in ratios.items() if x == worst or x != x)
+        nearest, worst = max(ratios.items(), key=lambda one: nan_last(one[1]))
         found |= {"worst_gradient": nearest, "worst_gradient_ratio": worst}
     return found

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexvarlen.reference.acceptance import largest
 from flexvarlen.reference.attention import PIECE_ELEMENTS
 from flexvarlen.reference.model import IGNORE_INDEX
+from flexvarlen.report.table import nan_last
 from flexvarlen.verify.compare.model_run import ModelRun, Targets
 from flexvarlen.verify.experiment.difference import Difference
 from flexvarlen.verify.experiment.tree_batch import Row
@@ -129,8 +129,7 @@ def gradient_measures(found: Mapping[str, Tensor], other: Mapping[str, Tensor]) 
     """
     whole = Difference.over((found[name], other[name]) for name in other)
     each = {name: Difference.between(found[name], other[name]).error.relative for name in other}
-    worst = largest(each.values())
-    name = next(name for name, value in each.items() if value == worst or value != value)
+    name, worst = max(each.items(), key=lambda one: nan_last(one[1]))
     return {
         "gradient_relative": whole.error.relative,
         "worst_parameter": name if worst else None,

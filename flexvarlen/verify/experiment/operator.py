@@ -23,9 +23,10 @@ from torch import Tensor
 from flexvarlen.attention.api import packed_attention
 from flexvarlen.attention.backends.registry import BACKENDS, our_name, why_not
 from flexvarlen.layout.packed_layout import PackedLayout
-from flexvarlen.reference.acceptance import Error, allowed, largest, why_wrong
+from flexvarlen.reference.acceptance import Error, allowed, why_wrong
 from flexvarlen.reference.attention import GRADIENTS, Results, with_baseline
 from flexvarlen.report.records import Record
+from flexvarlen.report.table import nan_last
 from flexvarlen.runner.each import measure_each
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.run import records_of
@@ -228,9 +229,8 @@ class _Reference:
         documents = zip(
             found.split(lengths, axis), self.results[name].split(lengths, axis), strict=True
         )
-        errors = [Error.between(*pair).max_abs for pair in documents]
-        worst = largest(errors)
-        index = next(i for i, error in enumerate(errors) if error == worst or error != error)
+        errors = [nan_last(Error.between(*pair).max_abs) for pair in documents]
+        index = errors.index(max(errors))
         return f"It is largest in document {index} ({lengths[index]} tokens)."
 
 
