@@ -81,7 +81,7 @@ class Error:
         """The error of a result that is missing."""
         return cls(math.inf, math.inf, math.inf, 0.0, 0.0)
 
-    def require_int_at_least(self, relative: float) -> Error:
+    def at_least(self, relative: float) -> Error:
         """This error, or one of `relative` times the reference's size, whichever is larger."""
         sizes = (self.max_size, self.mean_size)
         least = Error(relative * self.max_size, relative * self.mean_size, relative, *sizes)

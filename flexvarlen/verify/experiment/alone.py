@@ -80,7 +80,7 @@ class Errors:
         if self.loss is not None and baseline.loss is not None:
             yield Compared("the loss", self.loss, baseline.loss)
         for name, error in self.gradients.items():
-            plain = baseline.gradients[name].require_int_at_least(worst[_NUMBER.sub("", name)])
+            plain = baseline.gradients[name].at_least(worst[_NUMBER.sub("", name)])
             yield Compared(f"the gradient of {name}", error, plain, True)
 
 
