@@ -15,8 +15,7 @@ from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.arguments import checked_sizes
 from flexvarlen.patches.adapters import why_not_adapters
 from flexvarlen.patches.apply import apply_patch, make_patch, undo_patch
-from flexvarlen.patches.forward.chunked_loss import check_loss_chunk_tokens
-from flexvarlen.patches.forward.chunked_mlp import check_mlp_chunk_tokens
+from flexvarlen.patches.forward.chunks import check_chunk_tokens
 from flexvarlen.patches.forward.padding import check_unpad
 from flexvarlen.patches.forward.row_size import check_same_bits
 from flexvarlen.patches.forward.wrapper import is_wrapped
@@ -143,8 +142,20 @@ def patch_model(
         share_prefixes=share_prefixes,
         sequence_parallel_group=sequence_parallel_group,
         same_bits=row_size,
-        loss_chunk_tokens=check_loss_chunk_tokens(loss_chunk_tokens, row_size),
-        mlp_chunk_tokens=check_mlp_chunk_tokens(mlp_chunk_tokens, row_size),
+        loss_chunk_tokens=check_chunk_tokens(
+            "loss_chunk_tokens",
+            loss_chunk_tokens,
+            4096,
+            row_size,
+            f"which pads each product of the head to {row_size} tokens",
+        ),
+        mlp_chunk_tokens=check_chunk_tokens(
+            "mlp_chunk_tokens",
+            mlp_chunk_tokens,
+            8192,
+            row_size,
+            "whose rows have one size in every matrix product",
+        ),
         verify=verify,
     )
     why = why_not_class(type(inner), inner.config, settings)

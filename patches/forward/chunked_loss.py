@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from flexvarlen.layout.arguments import to_int_or_none
 from flexvarlen.layout.labels import IGNORE_INDEX, LABELS, int64_labels
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.labels import Loss, loss_of
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
+from flexvarlen.patches.forward.chunks import autocast_of
 from flexvarlen.patches.forward.head_checks import user_loss
 from flexvarlen.patches.forward.padding import require_dict
 from flexvarlen.patches.forward.router import router_loss
@@ -27,28 +27,6 @@ from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
 MOST_CHUNKS = 64
 """Of a head that learns in bfloat16 or float16: autograd sums its gradients of chunks in that."""
-
-
-def check_loss_chunk_tokens(loss_chunk_tokens: int | None, same_bits: int | None) -> int | None:
-    """The argument `loss_chunk_tokens` of `patch_model`: a number of tokens, or None.
-
-    Raises:
-        ValueError: it is no positive number of tokens, or `same_bits` is given too.
-    """
-    if loss_chunk_tokens is None:
-        return None
-    tokens = to_int_or_none(loss_chunk_tokens)
-    if tokens is None or tokens < 1:
-        raise ValueError(
-            "loss_chunk_tokens must be a positive number of tokens, or None, got "
-            f"{loss_chunk_tokens!r}; pass 4096."
-        )
-    if same_bits is not None:
-        raise ValueError(
-            "loss_chunk_tokens must not be given with same_bits, which pads each product of the "
-            f"head to {same_bits} tokens, got {tokens}; remove one of them."
-        )
-    return tokens
 
 
 def call_with_chunked_loss(
@@ -85,13 +63,8 @@ def call_with_chunked_loss(
 def keep_hidden_states(module: nn.Module, packed: PackedForward, outputs: Any) -> None:
     """Deliver the last hidden states of a base model, and its autocast, to its head."""
     hidden: Tensor = outputs["last_hidden_state"]
-    kind = hidden.device.type
     packed.delivery.hidden_states = hidden
-    packed.delivery.autocast = (
-        kind,
-        torch.get_autocast_dtype(kind),
-        torch.is_autocast_enabled(kind),
-    )
+    packed.delivery.autocast = autocast_of(hidden)
 
 
 _OF_LOSS = (*LABELS, "num_items_in_batch")

@@ -20,35 +20,18 @@ from torch.autograd.function import once_differentiable
 from torch.random import fork_rng
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from flexvarlen.layout.arguments import to_int_or_none
-from flexvarlen.patches.batch.given import Inputs
-from flexvarlen.patches.forward.wrapper import Steps, call_own, unwrap_forward, wrap_forward
+from flexvarlen.patches.forward.chunks import Autocast, autocast_of
+from flexvarlen.patches.forward.wrapper import (
+    Steps,
+    call_own,
+    unchanged,
+    unwrap_marked,
+    wrap_forward,
+)
 from flexvarlen.patches.models.layers import dense_mlps
 
 MLP_TOKENS = "_flexvarlen_mlp_tokens"
 """Attribute of a wrapped MLP: the tokens of a chunk."""
-
-
-def check_mlp_chunk_tokens(mlp_chunk_tokens: int | None, same_bits: int | None) -> int | None:
-    """The argument `mlp_chunk_tokens` of `patch_model`: a number of tokens, or None.
-
-    Raises:
-        ValueError: it is no positive number of tokens, or `same_bits` is given too.
-    """
-    if mlp_chunk_tokens is None:
-        return None
-    tokens = to_int_or_none(mlp_chunk_tokens)
-    if tokens is None or tokens < 1:
-        raise ValueError(
-            "mlp_chunk_tokens must be a positive number of tokens, or None, got "
-            f"{mlp_chunk_tokens!r}; pass 8192."
-        )
-    if same_bits is not None:
-        raise ValueError(
-            "mlp_chunk_tokens must not be given with same_bits, whose rows have one size in every "
-            f"matrix product, got {tokens}; remove one of them."
-        )
-    return tokens
 
 
 def chunk_mlps(tower: nn.Module, tokens: int) -> None:
@@ -60,13 +43,7 @@ def chunk_mlps(tower: nn.Module, tokens: int) -> None:
 
 def unchunk_mlps(model: nn.Module) -> None:
     """Undo `chunk_mlps` of a model's tower, also of MLPs that were wrapped since."""
-    for module in model.modules():
-        if module.__dict__.pop(MLP_TOKENS, None) is not None:
-            unwrap_forward(module)
-
-
-def _unchanged(module: nn.Module, inputs: Inputs) -> None:
-    return None
+    unwrap_marked(model, MLP_TOKENS)
 
 
 def _in_chunks(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,7 +64,7 @@ def _in_chunks(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[
     return _Chunked.apply(kept, _Call.of(module, own, size, kept), *parameters)  # type: ignore[no-untyped-call]
 
 
-MLP_STEPS = Steps(_unchanged, call=_in_chunks)
+MLP_STEPS = Steps(unchanged, call=_in_chunks)
 
 
 @dataclass(frozen=True)
@@ -98,7 +75,7 @@ class _Call:
         module, own: the MLP, and its instance forward if it has one.
         size: tokens of a chunk.
         keeper: the node of `_KeepInput`; None if nothing requires gradients.
-        autocast: device type, dtype, and whether it is enabled.
+        autocast: of the forward.
         rng: random state of the CPU, for dropout.
         devices, device_rngs: accelerators, and their random states.
     """
@@ -107,7 +84,7 @@ class _Call:
     own: Any
     size: int
     keeper: Any
-    autocast: tuple[str, torch.dtype, bool]
+    autocast: Autocast
     rng: Tensor
     devices: list[int]
     device_rngs: list[Tensor]
@@ -115,10 +92,8 @@ class _Call:
     @classmethod
     def of(cls, module: nn.Module, own: Any, size: int, hidden: Tensor) -> _Call:
         """The call on these hidden states, with autocast and the random state of now."""
-        kind = hidden.device.type
-        autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         states = torch.get_rng_state(), *get_device_states(hidden)
-        return cls(module, own, size, hidden.grad_fn, autocast, *states)
+        return cls(module, own, size, hidden.grad_fn, autocast_of(hidden), *states)
 
     def chunks(self, tokens: int) -> Iterator[slice]:
         """Of this many tokens."""

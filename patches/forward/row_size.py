@@ -30,7 +30,8 @@ from flexvarlen.patches.forward.wrapper import (
     of_wrappers,
     running_calls,
     scores_itself,
-    unwrap_forward,
+    unchanged,
+    unwrap_marked,
     wrap_forward,
 )
 from flexvarlen.patches.models.layers import dtype_of_forward
@@ -186,10 +187,6 @@ def _real_tokens(layout: PackedLayout) -> int:
 # ---- heads ----
 
 
-def _unchanged(module: nn.Module, inputs: Inputs) -> None:
-    return None
-
-
 def _in_pieces(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A linear head's outputs `[..., V]` of hidden states `[..., H]`, T of them at a time."""
     (hidden,) = args or kwargs.values()
@@ -203,7 +200,7 @@ def _in_pieces(module: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[
     return joined[: len(rows)].view(*hidden.shape[:-1], joined.shape[-1])
 
 
-HEAD_STEPS = Steps(_unchanged, call=_in_pieces)
+HEAD_STEPS = Steps(unchanged, call=_in_pieces)
 
 
 # ---- TRL's fused head, which multiplies by the weights of a linear head itself ----
@@ -255,6 +252,4 @@ def fix_head_size(head: nn.Module, tokens: int) -> None:
 
 def free_head_size(model: nn.Module) -> None:
     """Undo `fix_head_size` of a model's head, also of one that was wrapped since."""
-    for module in model.modules():
-        if module.__dict__.pop(HEAD_TOKENS, None) is not None:
-            unwrap_forward(module)
+    unwrap_marked(model, HEAD_TOKENS)

@@ -53,6 +53,10 @@ class Steps(NamedTuple):
     call: Callable[..., Any] = call_own
 
 
+def unchanged(module: nn.Module, inputs: dict[str, Any]) -> None:
+    """`Steps.before` where only the call itself is another."""
+
+
 @dataclass(eq=False)
 class _InstanceForward:
     """The instance `forward` that a module had before, if any (accelerate sets one).
@@ -190,6 +194,13 @@ def unwrap_forward(module: nn.Module) -> None:
     if module.forward == MethodType(type(module).forward, module):  # nobody can call what is kept
         for name in [name for name in vars(module) if name.startswith(_INNER)]:
             del module.__dict__[name]
+
+
+def unwrap_marked(model: nn.Module, mark: str) -> None:
+    """Unwrap the modules that have this attribute, also those wrapped since, and remove it."""
+    for module in model.modules():
+        if module.__dict__.pop(mark, None) is not None:
+            unwrap_forward(module)
 
 
 def is_wrapped(module: nn.Module) -> bool:
