@@ -100,6 +100,10 @@ CASES = [
     Case(256 * K, 256 * K, 2, steps=1),
     Case(256 * K, 256 * K, 2, "ulysses", steps=1),
     Case(512 * K, 512 * K, 2, mlp_chunks=True, steps=1),
+    Case(256 * K, 8 * K, 1, "alone", mlp_chunks=True, steps=1),
+    Case(1024 * K, 16 * K, 2, mlp_chunks=True, geometry="qwen3-1.7b", steps=1),
+    Case(1024 * K, 16 * K, 2, mlp_chunks=True, geometry="qwen3.5-2b", steps=1),
+    Case(1024 * K, 1024 * K, 2, mlp_chunks=True, geometry="qwen3.5-2b", steps=1),
 ]
 TINY = [
     Case(tokens, document, ranks, way, mlp_chunks=mlp_chunks, geometry="qwen3-tiny")
