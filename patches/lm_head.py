@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flexvarlen.parallel.sharded_parameters import is_fsdp2
 from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.parts import base_of, name_of
 
@@ -56,10 +57,13 @@ class _Head:
         base: the attribute that holds its base model.
     """
 
-    def __init__(self, model: nn.Module, base: str) -> None:
+    def __init__(self, model: Any, base: str) -> None:
         # Shares parameters; the model itself stays as it is. FSDP2's classes have no copy.copy.
         self._head: Any = object.__new__(type(model))
         modules = {**model._modules, base: _GivenStates(model._modules[base])}
+        for name, module in modules.items():
+            if is_fsdp2(module) and module is model.get_output_embeddings():
+                modules[name] = _Gathered(module)
         vars(self._head).update(vars(model), _modules=modules)
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -68,6 +72,24 @@ class _Head:
         out = type(self._head).forward(self._head, inputs_embeds=states, return_dict=True)
         logits: Tensor = out.logits  # not the first output where routers have a loss
         return logits.view(*hidden.shape[:-1], logits.shape[-1])
+
+
+class _Gathered(nn.Module):
+    """A head that FSDP2 shards, alone or with the last norm as accelerate does, called many times.
+
+    Its hooks free the weights in the backward of one call, while those of other calls still need
+    them. So they are gathered here, and the module's forward runs without the hooks, on the dtype
+    that they would give it. At the end of the backward FSDP2 reduces the gradients and frees them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["module"] = module  # not as a child: it stays the model's
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the module's output."""
+        self.module.unshard()
+        return self.module.forward(x.to(self.module.weight.dtype))
 
 
 class _GivenStates(nn.Module):

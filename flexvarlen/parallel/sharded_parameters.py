@@ -25,12 +25,21 @@ def gathers_parameters(model: nn.Module) -> bool:
     """Whether ranks with other rows exchange parameters in a forward: by FSDP or ZeRO-3."""
     if not dist.is_available():
         return False
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    wrappers = FullyShardedDataParallel, FSDPModule
-    return any(isinstance(module, wrappers) for module in model.modules()) or any(
-        hasattr(parameter, "ds_id") for parameter in model.parameters()
-    )
+    return any(
+        is_fsdp2(module) or isinstance(module, FullyShardedDataParallel)
+        for module in model.modules()
+    ) or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    """Whether FSDP2 shards a module as a unit, of its own or with others."""
+    if not dist.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
@@ -49,11 +58,7 @@ def _meshes_of(model: nn.Module) -> Iterator[DeviceMesh]:
 
 def mesh_of_fsdp2(model: nn.Module) -> DeviceMesh | None:
     """The ranks over which FSDP2 (`fully_shard`) shards a model, or None."""
-    if not dist.is_available():
-        return None
-    from torch.distributed.fsdp import FSDPModule
-
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    sharded: list[Any] = [module for module in model.modules() if is_fsdp2(module)]
     if not sharded:
         return None
     mesh = next(_meshes_of(model), None)

@@ -42,6 +42,7 @@ def patch(model: nn.Module, backend: str = "sdpa", **options: Any) -> nn.Module:
 unpad = partial(patch, unpad=True)
 share_prefixes = partial(patch, unpad=True, share_prefixes=True)
 in_chunks = partial(patch, mlp_chunk_tokens=8)
+loss_in_chunks = partial(patch, loss_chunk_tokens=8)
 compiled = partial(torch.compile, backend="eager")
 
 
@@ -72,6 +73,12 @@ def fsdp2(model: Any, **options: Any) -> Any:
     for module in (*layers_of(inner), inner):
         fully_shard(module, mesh=mesh, **options)
     assert all(isinstance(p, DTensor) for p in inner.parameters())
+    return model
+
+
+def head_sharded(model: Any) -> Any:
+    """The head as a unit of its own, freed after each of its calls."""
+    fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (WORLD,)), reshard_after_forward=True)
     return model
 
 
@@ -241,6 +248,12 @@ CASES = {
         (patch, partial(fsdp2_by_accelerate, cpu_ram_efficient_loading=True))
     ),
     "accelerate_fsdp2_patched_after": Case((fsdp2_by_accelerate, patch), "packed_layout"),
+    # accelerate shards the head with the last norm, and with tied embeddings.
+    "accelerate_fsdp2_loss_in_chunks": Case((loss_in_chunks, fsdp2_by_accelerate)),
+    "accelerate_fsdp2_loss_in_chunks_of_tied_weights": Case(
+        (fsdp2_by_accelerate, loss_in_chunks), config={"tie_word_embeddings": True}
+    ),
+    "fsdp2_loss_in_chunks_of_a_sharded_head": Case((loss_in_chunks, head_sharded, fsdp2)),
     "accelerate": Case((patch, prepared)),
     "accelerate_patched_after": Case((prepared, patch)),
 }
@@ -249,6 +262,9 @@ OTHER_CASES = {
     "not patched": Case((ddp,)),
     "bf16 autocast": Case((patch, partial(prepared, mixed_precision="bf16"))),
     "bf16 weights": Case((partial(patch, backend="auto"), partial(fsdp2, mp_policy=IN_BF16))),
+    "bf16 weights, loss in chunks": Case(
+        (loss_in_chunks, partial(fsdp2_by_accelerate, mixed_precision_policy=IN_BF16))
+    ),
 }
 
 

@@ -75,15 +75,16 @@ def test_gradients_under_autocast(ranks):
     check_step(*learned(ranks, "bf16 autocast"), autocast=True)
 
 
-def test_gradients_of_weights_gathered_in_bf16(ranks):
-    step, plain, documents = learned(ranks, "bf16 weights")
+@pytest.mark.parametrize("name", ["bf16 weights", "bf16 weights, loss in chunks"])
+def test_gradients_of_weights_gathered_in_bf16(ranks, name):
+    step, plain, documents = learned(ranks, name)
     exact = by_document(copy.deepcopy(plain).double(), documents)
     baseline = by_document(plain.bfloat16(), documents)
     assert abs(step.loss - exact.loss) <= 2 * abs(baseline.loss - exact.loss) + 1e-2
     assert step.gradients.keys() == exact.gradients.keys()
-    for name, gradient in step.gradients.items():
-        low = baseline.gradients[name]
-        assert_as_accurate(gradient.to(low.dtype), exact.gradients[name], low, 3, name)
+    for parameter, gradient in step.gradients.items():
+        low = baseline.gradients[parameter]
+        assert_as_accurate(gradient.to(low.dtype), exact.gradients[parameter], low, 3, parameter)
 
 
 def test_decoding_and_unpatching_of_sharded_weights(ranks):
