@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +83,7 @@ def head_sharded(model: Any) -> Any:
 
 
 IN_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OUT_OF_BF16 = replace(IN_BF16, output_dtype=torch.float32)  # the head's hooks cast it back
 
 
 def fsdp1(model: Any) -> nn.Module:
@@ -263,7 +264,7 @@ OTHER_CASES = {
     "bf16 autocast": Case((patch, partial(prepared, mixed_precision="bf16"))),
     "bf16 weights": Case((partial(patch, backend="auto"), partial(fsdp2, mp_policy=IN_BF16))),
     "bf16 weights, loss in chunks": Case(
-        (loss_in_chunks, partial(fsdp2_by_accelerate, mixed_precision_policy=IN_BF16))
+        (loss_in_chunks, partial(fsdp2_by_accelerate, mixed_precision_policy=OUT_OF_BF16))
     ),
 }
 
