@@ -82,6 +82,8 @@ class _Gathered(nn.Module):
     that they would give it. At the end of the backward FSDP2 reduces the gradients and frees them.
     """
 
+    module: Any
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.__dict__["module"] = module  # not as a child: it stays the model's
