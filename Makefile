@@ -66,7 +66,7 @@ help: ## List the targets
 $(INSTALLED) $(DEV) $(DOCS): pyproject.toml constraints.txt
 	@echo "Installing flexvarlen$(if $(filter $(DEV),$@), and the tools of its tests)$(if $(filter $(DOCS),$@), and mkdocs) into .venv (a minute or two) ..."
 	@test -x .venv/bin/python || $(BASE_PYTHON) -m venv .venv
-	@.venv/bin/python -m pip install -qq -c constraints.txt -e ".$(if $(filter-out $(INSTALLED),$@),[$(@:.venv/.%=%)])"
+	@.venv/bin/python -m pip install -qq --no-compile -c constraints.txt -e ".$(if $(filter-out $(INSTALLED),$@),[$(@:.venv/.%=%)])"
 	@touch $@
 
 demo: $(INSTALLED) ## Compare every backend on tiny Llama, Qwen3 and Qwen3.5, on real text
@@ -135,7 +135,7 @@ dist: $(DEV) ## Build the sdist and the wheel into dist/, and run the wheel in a
 	@cmp dist/*.whl build/dist/direct/*.whl
 	@echo "Installing the wheel into an empty environment ..."
 	@$(BASE_PYTHON) -m venv build/dist/venv
-	@build/dist/venv/bin/python -m pip install -qq -c constraints.txt dist/*.whl
+	@build/dist/venv/bin/python -m pip install -qq --no-compile -c constraints.txt dist/*.whl
 	@build/dist/venv/bin/python -I tests/installed.py
 	@cd build/dist/venv && $(call quietly,doctor,env -u PYTHONPATH bin/flexvarlen doctor)
 	@rm -rf build/dist

@@ -32,6 +32,7 @@ def lm_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
     Raises:
         ValueError: the model has no such head.
+        NotImplementedError: FSDP2 shards the head as a unit of its own, and it has a hook.
 
     >>> import torch, flexvarlen as fv
     >>> from flexvarlen.verify.models import build_model
@@ -86,6 +87,12 @@ class _Gathered(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        if max(len(module._forward_hooks), len(module._forward_pre_hooks)) > 1:
+            raise NotImplementedError(
+                "lm_head runs no forward hooks of a head that FSDP2 shards as a unit, got a "
+                f"{type(module).__name__} with a hook; remove it, or call fully_shard on the model "
+                "and its layers alone."
+            )
         self.__dict__["module"] = module  # not as a child: it stays the model's
 
     def forward(self, x: Tensor) -> Any:

@@ -269,6 +269,17 @@ OTHER_CASES = {
 }
 
 
+def hooked_head() -> str:
+    """What a hook on a head that is a unit of FSDP2 is answered."""
+    model = head_sharded(new_model("qwen3"))
+    model.lm_head.register_forward_hook(lambda *_: None)
+    try:
+        fv.lm_head(model)
+    except NotImplementedError as why:
+        return str(why)
+    raise AssertionError("not refused")
+
+
 def run_case(case: str) -> dict[str, Any]:
     """What a case makes, whatever ran before it."""
     torch._dynamo.reset()

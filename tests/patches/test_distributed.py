@@ -15,7 +15,15 @@ from tests.contract_training import check_documents
 from tests.oracle import assert_as_accurate
 from tests.patches import distributed_trainers as trainers
 from tests.patches.distributed_inputs import texts_of
-from tests.patches.distributed_ranks import CASES, KINDS, OTHER_CASES, WRAPPERS, run_case, run_kind
+from tests.patches.distributed_ranks import (
+    CASES,
+    KINDS,
+    OTHER_CASES,
+    WRAPPERS,
+    hooked_head,
+    run_case,
+    run_kind,
+)
 from tests.patches.kinds import assert_learned_alone
 from tests.tiny_models import batch_of, new_model
 
@@ -85,6 +93,11 @@ def test_gradients_of_weights_gathered_in_bf16(ranks, name):
     for parameter, gradient in step.gradients.items():
         low = baseline.gradients[parameter]
         assert_as_accurate(gradient.to(low.dtype), exact.gradients[parameter], low, 3, parameter)
+
+
+def test_a_hook_that_chunks_of_a_sharded_head_would_leave_out(ranks):
+    for said in ranks.run(hooked_head):
+        assert said.startswith("lm_head runs no forward hooks of a head that FSDP2 shards")
 
 
 def test_decoding_and_unpatching_of_sharded_weights(ranks):
