@@ -124,6 +124,14 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_search_of_what_stays():
+    """Nor among what the tests before have left in caches: trainers took three times as long."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def _sampled(items):
     """Of a test marked `sampled(n)`, n of its parameters, evenly spaced."""
     by_test = {}
