@@ -13,6 +13,7 @@ from torch import nn
 
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
 from flexvarlen.layout.arguments import checked_sizes
+from flexvarlen.parallel.sharded_parameters import splits_tied_embeddings
 from flexvarlen.patches.adapters import why_not_adapters
 from flexvarlen.patches.apply import apply_patch, make_patch, undo_patch
 from flexvarlen.patches.forward.chunks import check_chunk_tokens
@@ -162,6 +163,13 @@ def patch_model(
     if why is not None:
         raise NotImplementedError(why)
     check_names(inner)
+    if splits_tied_embeddings(inner):
+        raise NotImplementedError(
+            "patch_model does not support tied embeddings with DistributedConfig(fsdp_size=...), "
+            "which shards them without the head, so that training never changes the head, got "
+            f"{type(inner).__name__}; load it without DistributedConfig, and shard it with "
+            "accelerate."
+        )
     if verify or settings.same_bits is not None:
         refuse_unloaded(inner, gradients=verify)
     parts = ModelParts.of(inner)

@@ -42,6 +42,18 @@ def is_fsdp2(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def splits_tied_embeddings(model: Any) -> bool:
+    """Whether FSDP2 shards a model's embeddings in a unit, but not the head that is tied to them.
+
+    transformers' `DistributedConfig` does so (5.17 to 5.24): an optimizer then changes the
+    embeddings, and the head goes on with a copy of those that were loaded.
+    """
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    weight = getattr(head, "weight", None)
+    tied = weight is not None and weight is getattr(embeddings, "weight", None)
+    return tied and is_fsdp2(embeddings) and not is_fsdp2(head)
+
+
 def is_tensor_parallel(model: nn.Module) -> bool:
     """Whether ranks with the same rows share layers: FSDP2's meshes have no dimension "tp"."""
     names = [mesh.mesh_dim_names or () for mesh in _meshes_of(model)]

@@ -53,14 +53,14 @@ class Kind:
         form: "packed", "padded" or "trees".
         config: changes of the config.
         max_tokens: of a part of a tree; None: whole.
-        mlp_chunk_tokens: of an MLP; None: all.
+        chunks: options of patch_model, of tokens that run at a time.
     """
 
     family: str
     form: str = "packed"
     config: dict[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
-    mlp_chunk_tokens: int | None = None
+    chunks: dict[str, int] = field(default_factory=dict)
 
     def texts(self, replica: int) -> list[Tensor]:
         """What the ranks learn that see one batch."""
@@ -77,8 +77,7 @@ class Kind:
         plain = self.plain().float() if "ep_size" in sizes else self.plain()
         model = loaded(plain, self.family, sizes) if sizes else hsdp(plain)
         assert any(isinstance(x, DTensor) for x in model.parameters())
-        options = {"unpad": self.form == "padded", "mlp_chunk_tokens": self.mlp_chunk_tokens}
-        return fv.patch_model(model, "sdpa", **options)
+        return fv.patch_model(model, "sdpa", unpad=self.form == "padded", **self.chunks)
 
     def batches(self, model: nn.Module, replica: int) -> Iterable[Any]:
         """The keywords of the forwards of a step."""
@@ -105,7 +104,7 @@ class Kind:
 
 CASES = {
     "dense": Kind("qwen3"),
-    "MLP in chunks": Kind("qwen3", mlp_chunk_tokens=16),
+    "in chunks": Kind("qwen3", chunks={"mlp_chunk_tokens": 16, "loss_chunk_tokens": 16}),
     "windows": Kind("qwen3_windows"),
     "padded": Kind("qwen3", "padded"),
     "trees": Kind("qwen3", "trees"),
@@ -173,9 +172,9 @@ def refused_in_parts(mesh: str) -> tuple[str, list[float]]:
     return "nothing", losses
 
 
-def refused_in_stages() -> str:
-    """What `patch_model` says of a pipeline's stage."""
-    model = loaded(new_model("qwen3"), "qwen3", {"pp_size": 2})
+def refused(sizes: dict[str, int], **config: Any) -> str:
+    """What `patch_model` says of a model on such a mesh."""
+    model = loaded(new_model("qwen3", **config), "qwen3", sizes)
     try:
         fv.patch_model(model, "sdpa")
     except NotImplementedError as error:

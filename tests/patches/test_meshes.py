@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -98,8 +98,18 @@ def test_parts_train_on_no_tensor_parallel_ranks(ranks):
 
 def test_a_stage_of_a_pipeline_is_not_patched(ranks):
     require_sizes("pp_size")
-    for said in ranks.run(cases.refused_in_stages):
+    for said in ranks.run(cases.refused, {"pp_size": 2}):
         assert "pp_size must be 1" in said
+
+
+def test_tied_embeddings_that_are_sharded_without_the_head_are_not_patched(ranks):
+    """transformers' `from_pretrained` does so: an optimizer then never changes the head."""
+    tied = partial(cases.refused, tie_word_embeddings=True)
+    require_sizes(*cases.MESHES["fsdp"])
+    for said in ranks.run(tied, cases.MESHES["fsdp"]):
+        assert "does not support tied embeddings with DistributedConfig(fsdp_size=...)" in said
+    for said in ranks.run(tied, cases.MESHES["tp"]):
+        assert said == "nothing"
 
 
 @pytest.mark.parametrize("leaks", [False, True])
