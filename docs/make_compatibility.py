@@ -25,15 +25,22 @@ PAGE, BACKENDS = ROOT / "docs" / "compatibility.md", ROOT / "docs" / "backends.m
 HEAD = """\
 # Compatibility
 
-Each row is a [kind of model, each column a feature](#what-the-names-mean). Point at a `yes` for the
-name of its test, on tiny models on a CPU; on GitHub it links to the file. A `no` has the number of
-the [sentence](#why-not) that the code raises. A dash: encoders do not predict next tokens. Which
-model is of which kind: [families](families.md); which kernel runs where: [backends](backends.md).
+Rows are [kinds of model, and columns features](#what-the-names-mean). A `yes` links to its test, on
+tiny models on a CPU; point at it for the name. A `no` has the number of the [sentence](#why-not)
+that the code raises. A dash: encoders do not predict next tokens. Which model is of which kind:
+[families](families.md); which kernel runs where: [backends](backends.md).
 """
 
 
-def table(columns: Mapping[str, Column], reasons: dict[str, int]) -> str:
-    """Kinds of models by what is asked for; reasons that are new are numbered."""
+def number(why: str, reasons: dict[str, str]) -> int:
+    """Where a reason stands in the list; reasons that differ in the model's class alone are one."""
+    key = re.sub(r"\b\w+For[A-Z]\w+", "", why)
+    reasons.setdefault(key, why)
+    return list(reasons).index(key) + 1
+
+
+def table(columns: Mapping[str, Column], reasons: dict[str, str]) -> str:
+    """Kinds of models by what is asked for; reasons that are new are added."""
     rows = []
     for kind in KINDS:
         cells = [f"**{kind}**"]
@@ -45,14 +52,14 @@ def table(columns: Mapping[str, Column], reasons: dict[str, int]) -> str:
             elif why is None:
                 cells.append("–")
             else:
-                cells.append(f"[no: {reasons.setdefault(why, len(reasons) + 1)}](#why-not)")
+                cells.append(f"[no: {number(why, reasons)}](#why-not)")
         rows.append(cells)
     return markdown(["", *columns], rows)
 
 
 def made() -> str:
     """The page."""
-    reasons: dict[str, int] = {}
+    reasons: dict[str, str] = {}
     tables = [table(FEATURES, reasons), table(TRAINERS, reasons)]
     meanings = [f"- **{name}**: {means}." for name, means in {**MEANING, **ASKED}.items()]
     parts = [
@@ -62,7 +69,7 @@ def made() -> str:
         "\n## Trainers\n",
         tables[1],
         "\n## Why not\n",
-        *(f"{number}. {why}" for why, number in reasons.items()),
+        *(f"{at}. {why}" for at, why in enumerate(reasons.values(), 1)),
         "\n## What the names mean\n",
         *meanings,
     ]

@@ -277,8 +277,8 @@ ASKED = {
     "router replay": "`routed_experts` of an inference engine",
     "generation": "`generate` of a patched model",
     "Trainer": "transformers' Trainer on packed rows",
-    "SFT": "TRL's SFTTrainer with `padding_free=True`; of images, which TRL does not pack, padded "
-    "batches after `fv.patch_trainer`",
+    "SFT": "TRL's SFTTrainer with `padding_free=True`; images in padded batches after "
+    "`fv.patch_trainer`",
     "Reward and others": "TRL's trainers after `fv.patch_trainer`, against their padded runs; "
     "Reward of text alone",
 }
