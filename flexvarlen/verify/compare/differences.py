@@ -37,7 +37,7 @@ def run_measures(found: ModelRun, other: ModelRun, row: Row) -> dict[str, Any]:
     logits = Difference.between(found.logits, other.logits)
     measures: dict[str, Any] = {
         **logits.measures("logits"),
-        **token_measures(found.logits, other.logits, Targets.of(row).labels),
+        **token_measures(found.logits, other.logits, torch.cat(Targets.of(row).labels)),
         "loss": found.loss,
         "other_loss": other.loss,
         "loss_difference": found.loss - other.loss,

@@ -5,13 +5,14 @@ order, token by token of document after document, so that runs can be compared. 
 samples, each a path from a root to a leaf, take the place of documents, and shared tokens are
 repeated for each of them.
 
-Shapes: T tokens of all documents; N documents; V = vocabulary; B rows of S tokens in one forward.
+Shapes: T tokens of all documents; N documents; L tokens of one; V = vocabulary; B rows of S tokens
+in one forward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,10 +23,8 @@ from torch.nn.functional import cross_entropy
 
 from flexvarlen.patches.isolation.blame import layers_of
 from flexvarlen.patches.parts import ModelParts
-from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.verify.experiment.batch import PackedBatch
-from flexvarlen.verify.experiment.inputs import ModelInputs, forwards_of
-from flexvarlen.verify.experiment.step import run_step
+from flexvarlen.verify.experiment.inputs import forwards_of
 from flexvarlen.verify.experiment.tree_batch import Row
 from flexvarlen.verify.experiment.variant import Variant
 
@@ -52,52 +51,44 @@ class ModelRun:
 
 
 class Targets(NamedTuple):
-    """The labels that the tokens of all documents predict.
+    """What the tokens of each document predict.
 
     Attributes:
-        labels: int64 `[T]`, `IGNORE_INDEX` without a label.
-        weights: `[T]`, the weight of each label; None: one.
+        labels: int64 `[L]`, -100 without a label.
+        weights: `[L]`, the weight of each label.
         counted: divisor of the summed loss.
     """
 
-    labels: Tensor
-    weights: Tensor | None
+    labels: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
     counted: int
 
     @classmethod
     def of(cls, row: Row) -> Targets:
         """The targets of a row; in trees, a token's weight is divided among its samples."""
-        counted = int(row.counted(row.labels()))
-        if isinstance(row, PackedBatch):
-            return cls(row.next_tokens()[0], None, counted)
-        order = torch.cat(row.paths)
-        sharing = order.bincount(minlength=row.input_ids.shape[1])
-        weights = row.label_counts[0] / sharing.clamp(min=1)
-        return cls(row.labels()[0][order], weights[order], counted)
+        labels = row.next_tokens()[0]
+        weights = torch.ones_like(labels) if isinstance(row, PackedBatch) else row.weights()
+        labels_of, weights_of = (tuple(x[p] for p in row.paths) for x in (labels, weights))
+        return cls(labels_of, weights_of, int(row.counted(row.next_tokens())))
 
-    def losses(self, logits_TV: Tensor, lengths: Sequence[int], first: int = 0) -> Tensor:
+    def losses(self, logits_TV: Tensor, documents: slice = slice(None)) -> Tensor:
         """`[N]`: the sum of each document's cross entropies, in at least fp32.
 
         Each document's logits are copied first, so that neither the shape nor the address of
         the kernels' inputs depends on the other documents.
 
         Args:
-            logits_TV: logits of some documents' tokens.
-            lengths: tokens of each of them.
-            first: the first token's index.
+            logits_TV: logits of these documents' tokens.
         """
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
-        sums = []
-        for logits in logits_TV.split(list(lengths)):
-            own = slice(first, first := first + len(logits))
-            losses = cross_entropy(
-                logits.to(wide, copy=True),
-                self.labels[own],
-                reduction="none",
-                ignore_index=IGNORE_INDEX,
-            )
-            sums.append((losses if self.weights is None else losses * self.weights[own]).sum())
-        return torch.stack(sums)
+        labels, weights = self.labels[documents], self.weights[documents]
+        pieces = zip(logits_TV.split(list(map(len, labels))), labels, weights, strict=True)
+        return torch.stack(
+            [
+                (cross_entropy(logits.to(wide, copy=True), own, reduction="none") * weight).sum()
+                for logits, own, weight in pieces
+            ]
+        )
 
 
 @contextmanager
@@ -131,39 +122,31 @@ def run_model(variant: Variant, row: Row, batching: str = "packed") -> ModelRun:
         row: the documents, on the model's device.
         batching: "packed", "padded" (with at most as many positions as the row) or "serial".
     """
-    lengths, targets = row.samples.lengths, Targets.of(row)
-    if batching == "packed":
+    targets, packed = Targets.of(row), batching == "packed"
+    if packed:
         forwards = [variant.forward(row, input_ids=row.input_ids)]
     else:
         forwards = forwards_of(batching, row.samples, variant.inputs)
-    shared = batching == "packed" and not isinstance(row, PackedBatch)
-    order = torch.cat(row.paths) if shared else None
+    order = torch.cat(row.paths) if packed and not isinstance(row, PackedBatch) else slice(None)
     gradients: dict[str, Tensor] = {}
+    kept: list[list[Tensor]] = []
     done = 0  # documents
-
-    def own(x_BSN: Tensor, each: ModelInputs) -> Tensor:
-        x = x_BSN.flatten(0, 1) if each.real is None else x_BSN[each.real]
-        return x if order is None else x[order]
-
-    def backward(logits: Tensor, each: ModelInputs) -> None:
-        nonlocal done
-        documents = len(lengths) if batching == "packed" else len(logits)
-        some, first = lengths[done : done + documents], sum(lengths[:done])
-        done += documents
-        (targets.losses(own(logits, each), some, first).sum() / targets.counted).backward()
-        _take_gradients(variant.model, gradients)
-
-    def keep(logits: Tensor, each: ModelInputs) -> list[Tensor]:
-        found = [own(x, each) for x in (logits.detach(), *states)]
-        states.clear()
-        return found
-
-    with recorded_states(variant.model) as states:
-        kept = run_step(variant, forwards, backward, take=lambda x: x.logits, keep=keep)
+    variant.model.zero_grad(set_to_none=True)
+    with recorded_states(variant.model) as states, torch.set_grad_enabled(variant.train):
+        for each in forwards:
+            logits = each.tokens_of(variant.call(**each.inputs).logits)[order]
+            documents = len(targets.labels) if packed else len(each.inputs["input_ids"])
+            if variant.train:
+                losses = targets.losses(logits, slice(done, done + documents))
+                (losses.sum() / targets.counted).backward()
+                _take_gradients(variant.model, gradients)
+            done += documents
+            kept.append([logits.detach(), *(each.tokens_of(x)[order] for x in states)])
+            states.clear()
     logits, *hidden = kept[0] if len(kept) == 1 else map(torch.cat, zip(*kept, strict=True))
     with torch.no_grad():
         # Document by document, so that the order of summation does not depend on the batching.
-        loss = math.fsum(targets.losses(logits, lengths).tolist()) / targets.counted
+        loss = math.fsum(targets.losses(logits).tolist()) / targets.counted
     if not variant.train:
         return ModelRun(logits, tuple(hidden), loss)
     for name, parameter in variant.model.named_parameters():

@@ -40,7 +40,6 @@ class ModelInputs:
 
     def tokens_of(self, outputs: Tensor) -> Tensor:
         """`[B, S, …]` -> `[tokens, …]`, row by row without the padding."""
-        outputs = outputs.detach()
         return outputs.flatten(0, 1) if self.real is None else outputs[self.real]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,44 +24,6 @@ if TYPE_CHECKING:
 
 # Tokens whose logits exist at once: in fp32, with their gradient, 5 GiB at a vocabulary of 152k.
 LOSS_ROWS = 4096
-
-T = TypeVar("T")
-
-
-def run_step(
-    variant: Variant,
-    forwards: Sequence[ModelInputs],
-    backward: Callable[[Any, ModelInputs], object],
-    *,
-    take: Callable[[Any], Any],
-    parameters_of: nn.Module | None = None,
-    keep: Callable[[Any, ModelInputs], T] | None = None,
-) -> list[T]:
-    """Drop the gradients; then each forward and its backward, gradients summed.
-
-    Args:
-        variant: what is called; one that does not train runs the forwards alone.
-        forwards: of one step.
-        backward: gets what was taken of a forward's output, and the forward's inputs.
-        take: of a forward's output what its backward needs; the rest of it is freed.
-        parameters_of: the module whose gradients these are; default: the variant's model.
-        keep: as `backward`, and after it; makes what is kept.
-
-    Returns:
-        What is kept, forward by forward; nothing by default.
-    """
-    (variant.model if parameters_of is None else parameters_of).zero_grad(set_to_none=True)
-    kept = []
-    with torch.set_grad_enabled(variant.train):
-        for each in forwards:
-            taken = take(variant.call(**each.inputs))
-            if variant.train:
-                backward(taken, each)
-            if keep is not None:
-                kept.append(keep(taken, each))
-            del taken
-    return kept
-
 
 # ---- a causal language model and its own loss ----
 
@@ -96,21 +58,17 @@ def causal_step(
         counted: 0-d tensor, what the loss is divided by.
         gradients: keep the embeddings' gradients.
     """
+    variant.model.zero_grad(set_to_none=True)
     with torch.set_grad_enabled(variant.train):
         embeds: Tensor = variant.model.get_input_embeddings()(row.input_ids)
-    if gradients and variant.train:
-        embeds.retain_grad()
-    loss_inputs = row.loss_inputs(labels, counted)
-    forward = variant.forward(row, inputs_embeds=embeds, **loss_inputs)
-    ((logits, loss),) = run_step(
-        variant,
-        [forward],
-        lambda output, _: output.loss.backward(),
-        take=lambda output: output,
-        keep=lambda output, each: (each.tokens_of(output.logits), float(output.loss.detach())),
-    )
+        if gradients and variant.train:
+            embeds.retain_grad()
+        forward = variant.forward(row, inputs_embeds=embeds, **row.loss_inputs(labels, counted))
+        output = variant.call(**forward.inputs)
+        if variant.train:
+            output.loss.backward()
     found = embeds.grad[0] if gradients and embeds.grad is not None else None
-    return StepResult(logits, loss, found)
+    return StepResult(forward.tokens_of(output.logits.detach()), output.loss.item(), found)
 
 
 # ---- a base model: the logits of long rows would not fit ----
@@ -124,30 +82,30 @@ def base_step(
     parameters_of: nn.Module | None = None,
     keep: bool = False,
 ) -> list[Tensor]:
-    """One step of a base model.
+    """One step of a base model: each forward and its backward, gradients summed.
 
     Args:
-        variant, forwards, parameters_of: as in `run_step`.
+        variant: what is called; one that does not train runs the forwards alone.
+        forwards: of one step.
         gradient: outputs `[B, S, hidden]` -> where their backward starts; default: at each
             forward's `grad_output`.
+        parameters_of: the module whose gradients are dropped first; default: the variant's model.
         keep: whether to return the outputs.
 
     Returns:
         Tokens' outputs `[tokens, hidden]`, forward by forward; none unless kept.
     """
-
-    def backward(outputs: Tensor, inputs: ModelInputs) -> None:
-        start = inputs.grad_output if gradient is None else gradient(outputs, inputs)
-        outputs.backward(start)
-
-    return run_step(
-        variant,
-        forwards,
-        backward,
-        take=lambda output: output.last_hidden_state,
-        parameters_of=parameters_of,
-        keep=(lambda outputs, inputs: inputs.tokens_of(outputs)) if keep else None,
-    )
+    (variant.model if parameters_of is None else parameters_of).zero_grad(set_to_none=True)
+    kept = []
+    with torch.set_grad_enabled(variant.train):
+        for each in forwards:
+            outputs: Tensor = variant.call(**each.inputs).last_hidden_state
+            if variant.train:
+                outputs.backward(each.grad_output if gradient is None else gradient(outputs, each))
+            if keep:
+                kept.append(each.tokens_of(outputs.detach()))
+            del outputs  # before the next forward
+    return kept
 
 
 def next_token_loss(

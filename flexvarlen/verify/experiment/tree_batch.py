@@ -88,13 +88,15 @@ class TreeBatch:
         """0-d tensor: the number of labels, each times its label_counts; at least 1."""
         return torch.where(labels == IGNORE_INDEX, 0, self.label_counts).sum().clamp(min=1)
 
-    def loss_alone(self, model: PreTrainedModel, samples: Sequence[int]) -> Loss:
-        """The summed loss of these samples, each run alone.
+    def weights(self, samples: Sequence[int] | None = None) -> Tensor:
+        """`[T]`: the labels' weights, of a shared token divided among those of these samples."""
+        every = range(len(self.paths))
+        through = self._samples_through(every if samples is None else samples)
+        return self.label_counts[0] / through.clamp(min=1)
 
-        A shared token's weight is divided among the samples that contain it.
-        """
-        labels = self.labels(samples)
-        weights = self.label_counts[0] / self._samples_through(samples).clamp(min=1)
+    def loss_alone(self, model: PreTrainedModel, samples: Sequence[int]) -> Loss:
+        """The summed loss of these samples, each run alone."""
+        labels, weights = self.labels(samples), self.weights(samples)
         return weighted_loss(
             model,
             [labels[0, path] for path in self.paths],
