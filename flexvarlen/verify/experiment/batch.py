@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def place(of_tokens: Tensor, real: Tensor, fill: int) -> Tensor:
-    """`[tokens, …]` -> `[B, S, …]`: row by row where bool `real` `[B, S]` is set, `fill` elsewhere.
-
-    Differentiable.
-    """
-    found = of_tokens.new_full((*real.shape, *of_tokens.shape[1:]), fill)
-    found[real] = of_tokens
-    return found
-
-
 @dataclass(frozen=True)
 class GivenBatch:
     """A caller's batch as it stands, B rows of S positions, without what is of single tokens.
@@ -45,8 +35,10 @@ class GivenBatch:
     real: Tensor
 
     def place(self, of_tokens: Tensor, fill: int) -> Tensor:
-        """`[1, T, …]` -> `[B, S, …]`."""
-        return place(of_tokens[0], self.real, fill)
+        """`[1, T, …]` -> `[B, S, …]`, `fill` where no document is. Differentiable."""
+        found = of_tokens.new_full((*self.real.shape, *of_tokens.shape[2:]), fill)
+        found[self.real] = of_tokens[0]
+        return found
 
     def to(self, device: torch.device | str) -> GivenBatch:
         """The same on `device`."""

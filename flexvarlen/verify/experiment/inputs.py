@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.reference.model import IGNORE_INDEX
-from flexvarlen.verify.experiment.batch import PackedBatch, place
+from flexvarlen.verify.experiment.batch import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,17 @@ def forwards_of(
     if batching == "packed":
         return packed(row, boundaries(row), grad_output)
     if batching == "serial":
-        return serial(row)
-    order = by_length(row) if batching == SORTED else None
-    return padded(row, row.total_tokens, order=order, grad_output=grad_output)
+        labels = row.next_tokens()
+        return [
+            ModelInputs(
+                {"input_ids": row.input_ids[:, start:end], "use_cache": False},
+                labels=labels[:, start:end],
+            )
+            for start, end in row.spans()
+        ]
+    order = by_length(row) if batching == SORTED else range(len(row.lengths))
+    groups = padded_groups([row.lengths[index] for index in order], row.total_tokens)
+    return [padded(row, [order[i] for i in group], grad_output) for group in groups]
 
 
 def packed(
@@ -82,38 +91,15 @@ def packed(
     return [ModelInputs(inputs, labels=row.next_tokens(), grad_output=start)]
 
 
-def padded(
-    row: PackedBatch,
-    positions: int,
-    *,
-    order: Sequence[int] | None = None,
-    grad_output: Tensor | None = None,
-) -> list[ModelInputs]:
-    """Right-padded batches, at most `positions` each, pads too.
-
-    Such a batch fits wherever the packed row fits: with the same memory a user would batch this
-    way, and sum the gradients.
-
-    Args:
-        positions: of a batch; a document that is longer has one of its own.
-        order: indices of the documents; None: as they come.
-        grad_output: `[T, hidden]`.
-    """
-    order = range(len(row.lengths)) if order is None else order
-    groups = padded_groups([row.lengths[index] for index in order], positions)
-    return [_padded(row, [order[i] for i in group], grad_output) for group in groups]
-
-
-def _padded(row: PackedBatch, documents: Sequence[int], grad_output: Tensor | None) -> ModelInputs:
-    """These documents, each in a row."""
-    spans, device = row.spans(), row.input_ids.device
-    at = torch.cat([torch.arange(*spans[index]) for index in documents]).to(device)
-    lengths = torch.tensor([row.lengths[index] for index in documents])
-    real = (torch.arange(int(lengths.max())) < lengths[:, None]).to(device)
+def padded(row: PackedBatch, documents: Sequence[int], grad_output: Tensor | None) -> ModelInputs:
+    """These documents, each in a row, right-padded."""
+    spans = row.spans()
 
     def put(of_tokens: Tensor, fill: int) -> Tensor:
-        return place(of_tokens[at], real, fill)
+        each = [of_tokens[slice(*spans[index])] for index in documents]
+        return pad_sequence(each, batch_first=True, padding_value=fill)
 
+    real = put(torch.ones_like(row.input_ids[0], dtype=torch.bool), 0)
     inputs = {
         "input_ids": put(row.input_ids[0], 0),
         "attention_mask": real.long(),
@@ -124,20 +110,11 @@ def _padded(row: PackedBatch, documents: Sequence[int], grad_output: Tensor | No
     return ModelInputs(inputs, real, labels, grad_output=start)
 
 
-def serial(row: PackedBatch) -> list[ModelInputs]:
-    """Each document alone."""
-    labels = row.next_tokens()
-    return [
-        ModelInputs(
-            {"input_ids": row.input_ids[:, start:end], "use_cache": False},
-            labels=labels[:, start:end],
-        )
-        for start, end in row.spans()
-    ]
-
-
 def padded_groups(lengths: Sequence[int], positions: int) -> Iterator[list[int]]:
     """Documents of each padded batch: as many in a row as fit, pads included, at least one.
+
+    With the tokens of the packed row as positions, a batch fits wherever that row fits: with the
+    same memory a user would batch this way, and sum the gradients.
 
     >>> list(padded_groups([3, 1, 4, 1, 1], 8))
     [[0, 1], [2, 3], [4]]
