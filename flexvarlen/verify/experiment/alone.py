@@ -195,11 +195,9 @@ class Alone:
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             assert outputs is not None
-            each, found = self.row.of_documents(outputs, self.documents), None
-            for _, offset, expected in _pieces(self.results, self.outputs):
-                found = next(each) if offset == 0 else found
-                assert found is not None
-                yield found[offset : offset + len(expected)], expected
+            paths = self.row.paths
+            for document, offset, expected in _pieces(self.results, self.outputs):
+                yield outputs[paths[document][offset : offset + len(expected)]], expected
 
         return _errors(self.results, self.outputs, pairs(), loss, gradients)
 

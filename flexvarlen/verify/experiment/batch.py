@@ -6,15 +6,15 @@ Shapes: T tokens; N documents.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from flexvarlen.layout.packed_layout import PackedLayout
+from flexvarlen.reference.attention import spans_of
 from flexvarlen.reference.model import IGNORE_INDEX, Loss, next_token_loss
 from flexvarlen.verify.experiment.row_images import NO_IMAGES, RowImages
 
@@ -94,10 +94,7 @@ class PackedBatch:
 
     def spans(self) -> list[tuple[int, int]]:
         """First token, and the one past the last, of each document."""
-        ends = [0]
-        for length in self.lengths:
-            ends.append(ends[-1] + length)
-        return list(pairwise(ends))
+        return spans_of(self.lengths)
 
     @property
     def samples(self) -> PackedBatch:
@@ -156,11 +153,6 @@ class PackedBatch:
         return next_token_loss(
             model, self.input_ids, self.lengths, documents, piece_tokens=piece_tokens
         )
-
-    def of_documents(self, outputs: Tensor, documents: Sequence[int]) -> Iterator[Tensor]:
-        """The rows of outputs `[T, …]` that are each of these documents'."""
-        pieces = outputs.split(list(self.lengths))
-        return (pieces[document] for document in documents)
 
     def loss_inputs(self, labels: Tensor, counted: Tensor) -> dict[str, Tensor]:
         """The keyword arguments of a forward whose loss is that of `labels` over `counted`."""

@@ -5,7 +5,7 @@ Shapes: T tokens of the row; N samples, each a path from a root to a leaf; L tok
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -103,10 +103,6 @@ class TreeBatch:
             [weights[path] for path in self.paths],
             self.counted(labels),
         )
-
-    def of_documents(self, outputs: Tensor, samples: Sequence[int]) -> Iterator[Tensor]:
-        """The rows of outputs `[T, …]` that are on each of these samples' paths."""
-        return (outputs[self.paths[sample]] for sample in samples)
 
     def loss_inputs(self, labels: Tensor, counted: Tensor) -> dict[str, Tensor]:
         """The keyword arguments of a forward whose loss is that of `labels` over `counted`."""
