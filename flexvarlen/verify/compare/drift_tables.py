@@ -6,6 +6,7 @@ A line of a table stands for one record or several; a cell shows the largest of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flexvarlen.reference.acceptance import largest
@@ -206,13 +207,9 @@ def section(records: Records) -> str:
 
 
 def _operators(records: Records) -> str:
-    """A line for each backend: its error, and its largest difference in each comparison."""
-    cases = len(grouped(records, "name"))
-    return (
-        f"Largest relative differences over {cases} packings; {records[0].case['dtype']}, "
-        f"{ran_on(records[0].environment)}{commits_of(records)}. 0: the same bits.\n\n"
-        f"{Table.of(grouped(records, 'variant').values(), OPERATOR_COLUMNS).markdown()}"
-    )
+    """The command's table, which has a line for each backend."""
+    (table,) = tables(records)
+    return replace(table, title=f"{table.title}{commits_of(records)}").markdown()
 
 
 def _models(records: Records) -> str:
@@ -244,18 +241,6 @@ def _range(title: str, name: str) -> Column:
     return Column(title, cell)
 
 
-OPERATOR_COLUMNS = (
-    Column("backend", lambda line: f"`{line[0].case['variant']}`"),
-    measure("error / allowed", *RATIOS[:5], comparison="exact", show=_digits(".2f")),
-    *(
-        measure(f"{words}: {way}", *relative(parts), comparison=name, show=_digits(".2g"))
-        for words, name in (
-            ("together against alone", "batch-serial"),
-            ("the same call again", "run-run"),
-        )
-        for way, parts in (("forward", FORWARD), ("backward", BACKWARD))
-    ),
-)
 MODEL_COMPARISONS = {
     "packed against each document alone": "packed-alone",
     "packed against padded": "packed-padded",

@@ -161,7 +161,7 @@ def test_page_table_is_the_range_over_our_backends():
     assert "| packed against each document alone | 0 to 0.01 |" in text
     line = "| a leak: transformers' `sdpa` with its default cache, packed against alone | 1.3 |"
     assert line in text
-    assert "| `fa3` | 0.40 | 0 |" in section(OPS)
+    assert "| fa3 | bfloat16 | ok | 50.00% | 2.0e-03 |" in section(OPS)
 
 
 # ---- limits ----
