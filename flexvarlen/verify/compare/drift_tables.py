@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from flexvarlen.reference.acceptance import largest
@@ -19,7 +20,7 @@ from flexvarlen.report.records import (
     in_short,
     ran_on,
 )
-from flexvarlen.report.table import NOTHING, Column, Notes, Table, number, share
+from flexvarlen.report.table import NOTHING, Column, Notes, Table, number, share, shown
 from flexvarlen.verify.experiment.inputs import THEIRS
 from flexvarlen.verify.experiment.variant import is_ours
 
@@ -69,11 +70,6 @@ def compared(records: Records, comparison: str | None) -> Records:
     return [r for r in records if comparison is None or r.case["comparison"] == comparison]
 
 
-def relative(parts: Sequence[str]) -> tuple[str, ...]:
-    """The measures of relative differences."""
-    return tuple(f"{part}_relative" for part in parts)
-
-
 # ---- what the command prints ----
 
 
@@ -101,11 +97,14 @@ def _table(records: Records) -> Table:
     marks = Notes()
     columns = list(COLUMNS[suite](Column("status", lambda line: _status(line, marks))))
     title = f"{case.get('model')}, {case['dtype']}, {case.get('tokens', 0):,} tokens"
+    lines: list[Records] = [[record] for record in records]
     if suite == "drift-op":
+        by_backend = grouped_by(records, lambda r: (r.case["dtype"], r.case["variant"]))
+        lines = list(by_backend.values())
         cases = len(grouped(records, "name"))
         title = f"Attention alone, largest relative differences over {cases} cases"
         columns += [
-            measure(f"{name} {way}", *relative(parts), comparison=name)
+            measure(f"{name} {way}", *(f"{part}_relative" for part in parts), comparison=name)
             for name in grouped(records, "comparison")
             for way, parts in (("fwd", FORWARD), ("bwd", BACKWARD))
         ]
@@ -114,16 +113,7 @@ def _table(records: Records) -> Table:
     else:
         title += " packed in a row"
     title = f"{title}; {ran_on(records[0].environment)}"
-    return Table.of(
-        _lines(records), columns, title, lambda line: any(r.status in BAD for r in line), marks
-    )
-
-
-def _lines(records: Records) -> list[Records]:
-    """Group records into lines: for attention by dtype and backend; else each record alone."""
-    if records[0].suite != "drift-op":
-        return [[record] for record in records]
-    return list(grouped_by(records, lambda r: (r.case["dtype"], r.case["variant"])).values())
+    return Table.of(lines, columns, title, lambda line: any(r.status in BAD for r in line), marks)
 
 
 def _status(line: Records, notes: Notes) -> str:
@@ -142,10 +132,6 @@ def _pair(line: Records) -> str:
 def _first_part(line: Records) -> str:
     measures = line[0].measures
     return (measures["first_part"] or "none") if "logits_equal" in measures else NOTHING
-
-
-def _digits(form: str) -> Callable[[float | None], str]:
-    return lambda value: NOTHING if value is None else format(value, form)
 
 
 COLUMNS: dict[str, Callable[[Column], tuple[Column, ...]]] = {
@@ -175,9 +161,12 @@ COLUMNS: dict[str, Callable[[Column], tuple[Column, ...]]] = {
         measure("0.9 to 1.1", "outside_0.9_1.1", show=share),
         measure("k1", "kl_k1"),
         measure("k3", "kl_k3"),
-        *(measure(f"ratio p{q}", f"ratio_p{q}", show=_digits(".3f")) for q in ("01", "50", "99")),
+        *(
+            measure(f"ratio p{q}", f"ratio_p{q}", show=partial(shown, form=".3f"))
+            for q in ("01", "50", "99")
+        ),
         measure("worst response", "response_rms"),
-        measure("line", "worst_line", show=_digits(".0f")),
+        measure("line", "worst_line", show=partial(shown, form=".0f")),
         measure("moved", "moved_rms"),
     ),
 }
