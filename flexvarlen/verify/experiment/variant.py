@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flexvarlen.attention.backends.registry import BACKENDS, our_name, why_not
+from flexvarlen.attention.backends.registry import BACKENDS, our_name, refusal
 from flexvarlen.layout.boundaries import round_up_to_power_of_two
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.patches.api import patch_model
@@ -267,11 +267,11 @@ def make_variant(
             raise Unsupported(f"{name} needs bfloat16 or float16, got {base.dtype}; change dtype.")
     else:
         why_no_backward = why_not_layers(attention, model, needs_grad=True) if train else None
-        refusal = why_no_backward
+        why_not = why_no_backward
         if or_forward or not train:
-            refusal = why_not_layers(attention, model, needs_grad=False)
-        if refusal is not None:
-            raise Unsupported(refusal)
+            why_not = why_not_layers(attention, model, needs_grad=False)
+        if why_not is not None:
+            raise Unsupported(why_not)
         try:
             patch_model(model, attention)
         except NotImplementedError as error:
@@ -283,21 +283,9 @@ def make_variant(
 
 def why_not_layers(name: str, model: PreTrainedModel, *, needs_grad: bool) -> str | None:
     """Why a backend cannot serve some attention layer of a model, or None; None for "auto"."""
-    if name == "auto":
-        return None
-    for kind in ModelParts.of(model).kinds:
-        reason = why_not(
-            name,
-            device=model.device,
-            dtype=model.dtype,
-            num_heads=kind.num_heads,
-            num_kv_heads=kind.num_kv_heads,
-            head_dim=kind.head_dim,
-            needs_grad=needs_grad,
-        )
-        if reason is not None:
-            return reason
-    return None
+    kinds = () if name == "auto" else ModelParts.of(model).kinds
+    calls = (kind.call(model.device, model.dtype, needs_grad=needs_grad) for kind in kinds)
+    return next((reason for call in calls if (reason := refusal(name, call))), None)
 
 
 def set_transformers(model: PreTrainedModel, implementation: str) -> None:
