@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from flexvarlen.layout.arguments import require_int_at_least
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.measure.random_state import RandomState
 from flexvarlen.parallel.every_rank import EveryRank
@@ -62,14 +63,9 @@ class IsolationCallback(TrainerCallback):  # type: ignore[misc]
         layout: PackedLayout | None = None,
         seed: int = 0,
     ) -> None:
-        if every is not None and every < 1:
-            raise ValueError(
-                f"every must be at least 1, got {every}; pass None to verify only once."
-            )
-        if examples is not None and examples < 1:
-            raise ValueError(
-                f"examples must be at least 1, got {examples}; pass None for a step's."
-            )
+        for name, number in (("every", every), ("examples", examples)):
+            if number is not None:
+                require_int_at_least(name, number, 1)
         self.every, self.examples, self.batch, self.seed = every, examples, batch, seed
         self.options: dict[str, Any] = {
             "gradients": gradients,

@@ -160,7 +160,7 @@ def test_other_processes_run_it_only_where_parameters_are_sharded(
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"examples": 0}])
 def test_bad_option_is_one_sentence(options):
-    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="must be an integer of at least 1, got 0"):
         IsolationCallback(**options)
 
 
