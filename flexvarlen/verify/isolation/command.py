@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,10 +117,6 @@ def ask(
         return Answer(*answer, leak=leak)
 
 
-def _report(answer: Answer, text: Callable[[IsolationReport], str]) -> str:
-    return "" if answer.report is None else text(answer.report)
-
-
 def _leak(answer: Answer) -> str:
     leak = answer.leak
     if leak is None:
@@ -129,22 +125,14 @@ def _leak(answer: Answer) -> str:
     return f"{leak.source} → {leak.target}, {leak.direction}, {where}, {leak.kind}"
 
 
-def _documents(answer: Answer) -> str:
-    report = answer.report
-    return str(len(answer.lengths if report is None else report.documents))
-
-
 COLUMNS = (
     Column("model", lambda answer: answer.model),
     Column("attention", lambda answer: answer.attention),
     Column("form", lambda answer: answer.form),
-    Column("documents", _documents),
-    Column("layers", lambda answer: _report(answer, lambda report: str(report.layers))),
-    Column("forwards", lambda answer: _report(answer, lambda report: str(report.forwards))),
-    Column(
-        "gradients",
-        lambda answer: _report(answer, lambda report: report.gradients or "not tested"),
-    ),
+    Column("documents", lambda answer: str(len(answer.lengths))),
+    Column("layers", lambda answer: str(answer.report.layers) if answer.report else ""),
+    Column("forwards", lambda answer: str(answer.report.forwards) if answer.report else ""),
+    Column("gradients", lambda x: (x.report.gradients or "not tested") if x.report else ""),
     Column("leak", _leak),
 )
 
