@@ -42,11 +42,7 @@ class Answer:
 
     def as_dict(self) -> dict[str, Any]:
         """The answer as data for JSON."""
-        return {
-            "model": self.model,
-            "attention": self.attention,
-            "form": self.form,
-            "lengths": list(self.lengths),
+        return vars(self) | {
             "isolated": self.leak is None,
             "report": None if self.report is None else self.report.as_dict(),
             "leak": None if self.leak is None else self.leak.as_dict(),
