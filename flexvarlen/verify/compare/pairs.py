@@ -107,11 +107,10 @@ class ModelDrift(GivenCases[ModelCase]):
             dtype = torch.bfloat16
         base = without_router_loss(unpatch_model(own_parameters(model, dtype)))
         reference = reference_of(base, row, train=case.train, seed=case.seed).of_samples()
-        pairs = _Pairs(case, base, row, options.compiler)
 
         def compare(backend: str) -> Finding:
             try:
-                found, other, about = pairs.runs(backend)
+                found, other, about = _runs(case, base, row, backend, options.compiler)
             finally:
                 base.zero_grad(set_to_none=True)
             measures = run_measures(found, other, row) | about
@@ -121,6 +120,45 @@ class ModelDrift(GivenCases[ModelCase]):
             return Finding(backend, "wrong" if reason else "ok", reason, measures)
 
         return measure_each(case.name, variants, compare, options.device)
+
+
+def _runs(
+    case: ModelCase, base: PreTrainedModel, row: Row, backend: str, compiler: str
+) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
+    """The two runs of a comparison, and what their record says about them.
+
+    Of dtypes these are bfloat16 (or the model's half precision) and float32 with the same rounded
+    weights; if a backend does not support float32, the other run uses `sdpa`.
+
+    Args:
+        base: unpatched, with separate gradients.
+    """
+
+    def variant(name: str, model: PreTrainedModel = base) -> Variant:
+        return make_variant(name, model, Sizes.of(row), train=case.train, or_forward=True)
+
+    own = variant(backend)
+    packed = run_model(own, row)
+    about: dict[str, Any] = {}
+    if own.why_no_backward:
+        about["why_no_gradients"] = own.why_no_backward
+    if case.comparison == "packed-alone":
+        return packed, run_model(own, row, "serial"), about
+    if case.comparison == "packed-padded":
+        return packed, run_model(own, row, "padded"), about
+    if case.comparison == "backend-backend":
+        return packed, run_model(variant(BASELINE), row), about
+    if case.comparison == "eager-compiled":
+        compiled = variant(backend).compiled(compiler, fullgraph=False)
+        with torch._dynamo.config.patch(LIMITS):
+            return run_model(compiled, row), packed, about | {"compiler": compiler}
+    wide = own_parameters(base, torch.float32)
+    try:
+        other = variant(backend, wide)
+    except Unsupported:
+        other = variant(BASELINE, wide)
+    about |= {"other_backend": other.name, "other_dtype": "float32"}
+    return packed, run_model(other, row), about
 
 
 def _why_wrong(reference: Alone, found: ModelRun, other: ModelRun) -> str | None:
@@ -194,49 +232,3 @@ def cases_of(comparisons: Sequence[str], **shared: Any) -> list[ModelCase]:
     """
     names = checked_names("comparisons", comparisons, COMPARISONS)
     return [ModelCase(comparison=name, **shared) for name in names]
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """A case with its model (unpatched, with separate gradients) and its documents."""
-
-    case: ModelCase
-    base: PreTrainedModel
-    row: Row
-    compiler: str
-
-    def runs(self, backend: str) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
-        """The two runs of a backend, and what their record says about them."""
-        comparison, row = self.case.comparison, self.row
-        if comparison == "dtype":
-            return self._dtypes(backend)
-        variant = self._variant(backend, self.base)
-        about = {"why_no_gradients": variant.why_no_backward} if variant.why_no_backward else {}
-        packed = run_model(variant, row)
-        if comparison == "packed-alone":
-            return packed, run_model(variant, row, "serial"), about
-        if comparison == "packed-padded":
-            return packed, run_model(variant, row, "padded"), about
-        if comparison == "backend-backend":
-            return packed, run_model(self._variant(BASELINE, self.base), row), about
-        compiled = self._variant(backend, self.base).compiled(self.compiler, fullgraph=False)
-        with torch._dynamo.config.patch(LIMITS):
-            return run_model(compiled, row), packed, about | {"compiler": self.compiler}
-
-    def _dtypes(self, backend: str) -> tuple[ModelRun, ModelRun, dict[str, Any]]:
-        """bfloat16 (or the model's half precision) against float32 with the same rounded weights.
-
-        If a backend does not support float32, the other run uses `sdpa`.
-        """
-        found = run_model(self._variant(backend, self.base), self.row)
-        wide = own_parameters(self.base, torch.float32)
-        try:
-            variant = self._variant(backend, wide)
-        except Unsupported:
-            variant = self._variant(BASELINE, wide)
-        about = {"other_backend": variant.name, "other_dtype": "float32"}
-        return found, run_model(variant, self.row), about
-
-    def _variant(self, name: str, base: PreTrainedModel) -> Variant:
-        """A backend on the parameters of `base`; raises `Unsupported`."""
-        return make_variant(name, base, Sizes.of(self.row), train=self.case.train, or_forward=True)
