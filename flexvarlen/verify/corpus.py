@@ -37,7 +37,7 @@ CUT_SHARES = (16, 4)
 
 def row_of(
     model: PreTrainedModel,
-    batch: Row | Mapping[str, Any] | None,
+    batch: PackedBatch | Mapping[str, Any] | None,
     *,
     tokens: int | None = None,
     seed: int = 0,
@@ -58,9 +58,7 @@ def row_of(
             tokens = DEFAULT_TOKENS.get(model.device.type, DEFAULT_TOKENS["cpu"])
         vocabulary = int(model.config.get_text_config().vocab_size)
         batch = packed_text(vocabulary=vocabulary, tokens=tokens, seed=seed)
-    if isinstance(batch, Mapping):
-        batch = row_from(batch, model)
-    return batch.to(model.device)
+    return row_from(batch, model) if isinstance(batch, Mapping) else batch.to(model.device)
 
 
 def read_documents(files: Sequence[str | Path] = (), tokenizer: Any = None) -> tuple[str, ...]:

@@ -40,11 +40,6 @@ class GivenBatch:
         found[self.real] = of_tokens[0]
         return found
 
-    def to(self, device: torch.device | str) -> GivenBatch:
-        """The same on `device`."""
-        moved = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in self.inputs.items()}
-        return GivenBatch(moved, self.real.to(device))
-
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -116,10 +111,8 @@ class PackedBatch:
         )
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        """The same batch with its tokens on `device`."""
-        given = None if self.given is None else self.given.to(device)
-        ids, images = self.input_ids.to(device), self.images.to(device)
-        return replace(self, input_ids=ids, given=given, images=images)
+        """The same batch with its tokens on `device`; images stay, on that of their model."""
+        return replace(self, input_ids=self.input_ids.to(device))
 
     def labels(self, documents: Sequence[int] | None = None) -> Tensor:
         """int64 `[1, T]`: the tokens, with -100 at the first token of each document, which has no

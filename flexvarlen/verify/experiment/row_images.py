@@ -70,8 +70,9 @@ class RowImages:
             NotImplementedError: sizes of images that their model's processor alone can relate to
                 tokens.
         """
+        ids = batch["input_ids"]
         given = {name: batch[name] for name in IMAGES if batch.get(name) is not None}
-        columns = {name: torch.as_tensor(x) for name, x in given.items()}
+        columns = {name: torch.as_tensor(x, device=ids.device) for name, x in given.items()}
         supported = (*PIXELS, *GRIDS, SECONDS)
         for name, x in columns.items():
             if name not in supported or (name in PIXELS and x.ndim == 5):
@@ -79,7 +80,6 @@ class RowImages:
                     "a comparison needs images of a grid or of a fixed number of tokens, got "
                     f"{name} of shape {list(x.shape)}; check these with fv.verify_isolation."
                 )
-        ids = batch["input_ids"]
         types_name = next((name for name in TOKEN_TYPES if batch.get(name) is not None), None)
         if types_name is None:
             check_images(columns)
@@ -97,15 +97,6 @@ class RowImages:
         row = PackedLayout.from_lengths([each.stop - each.start for each in documents])
         found, _ = rope_positions(rope, row, ids[real].cpu(), types[real].cpu(), on_host)
         return replace(images, positions=found[1:, None].to(ids.device))
-
-    def to(self, device: torch.device | str) -> RowImages:
-        """The same on `device`."""
-        return replace(
-            self,
-            columns={name: x.to(device) for name, x in self.columns.items()},
-            types=self.types.to(device),
-            positions=None if self.positions is None else self.positions.to(device),
-        )
 
     def alone(self, document: slice) -> dict[str, Tensor]:
         """The keyword arguments of a document alone.

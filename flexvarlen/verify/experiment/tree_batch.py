@@ -67,13 +67,6 @@ class TreeBatch:
         """The trees; their own sizes count."""
         return self.trees
 
-    def to(self, device: torch.device | str) -> TreeBatch:
-        """The same row on `device`."""
-        ids, labels, counts = (
-            x.to(device) for x in (self.input_ids, self.shift_labels, self.label_counts)
-        )
-        return TreeBatch(ids, self.trees.to(device), labels, counts, self.source)
-
     def labels(self, samples: Sequence[int] | None = None) -> Tensor:
         """int64 `[1, T]`: `shift_labels`, -100 at tokens of none of these samples. Default: all."""
         if samples is None:
@@ -138,7 +131,7 @@ def row_from(batch: Mapping[str, Any], model: PreTrainedModel) -> Row:
 
     Args:
         batch: the keyword arguments.
-        model: that gets them.
+        model: that gets them; the row is on its device.
 
     Raises:
         ValueError: no input_ids, boundaries that break the contract, a cache, shift_labels without
@@ -155,6 +148,10 @@ def row_from(batch: Mapping[str, Any], model: PreTrainedModel) -> Row:
                 f"batch must hold no {name}, got {type(batch[name]).__name__}; remove it: every "
                 "forward of a comparison starts without one."
             )
+    batch = {
+        name: x.to(model.device) if isinstance(x, Tensor | PackedLayout) else x
+        for name, x in batch.items()
+    }
     layout = layout_of(batch)
     ids: Tensor = batch["input_ids"].reshape(1, -1)
     if layout.segments is None:
@@ -190,6 +187,5 @@ def row_from(batch: Mapping[str, Any], model: PreTrainedModel) -> Row:
         labels = torch.full_like(ids, IGNORE_INDEX)
         for start, end, *_ in units_of(layout):
             labels[0, start : end - 1] = ids[0, start + 1 : end]
-        every = torch.cat(layout.paths()).to(ids.device)
-        counts = every.bincount(minlength=layout.total_tokens)
-    return TreeBatch(ids, layout.to(ids.device), labels.reshape(1, -1), counts.reshape(1, -1))
+        counts = torch.cat(layout.paths()).bincount(minlength=layout.total_tokens)
+    return TreeBatch(ids, layout, labels.reshape(1, -1), counts.reshape(1, -1))
