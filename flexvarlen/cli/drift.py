@@ -238,7 +238,7 @@ def rollout(
             crc32=crc32(responses.read_bytes()),
             tokens=row,
             responses=tuple(found),
-            load=lambda: built,
+            base=built,
         )
         _run(RolloutDrift([case]), options, out, again, commit, fail_above)
 

@@ -7,8 +7,9 @@ attention does, the pass "alone" what the batch does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ class RolloutCase:
         file, crc32: name and checksum of the file.
         tokens: of a packed row.
         responses: of the file.
-        load: returns the model, which is not changed.
+        base: the model, which is not changed.
     """
 
     model: str
@@ -68,7 +69,7 @@ class RolloutCase:
     crc32: int
     tokens: int
     responses: tuple[Response, ...] = field(compare=False, repr=False)
-    load: Callable[[], PreTrainedModel] = field(compare=False, repr=False)
+    base: PreTrainedModel = field(compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -95,39 +96,33 @@ class RolloutDrift(GivenCases[RolloutCase]):
 
     def measure(self, case: RolloutCase, variants: Sequence[str], options: Options) -> Findings:
         """How far each run is from the engine, and from the run that it changes one thing of."""
-        model = case.load()
-        in_fp32 = model.dtype == torch.float32
+        in_fp32 = case.base.dtype == torch.float32
+        wide = own_parameters(case.base, torch.float32)
         engine = [x for each in case.responses for x in each.logprobs]
         expected = torch.tensor(engine, dtype=torch.float64)
         runs: dict[tuple[str, str], Tensor] = {}
 
-        def run(of: str) -> Callable[[str], Finding]:
+        def measured(of: str, name: str) -> Finding:
             how = PASSES[of]
-            base = own_parameters(model, torch.float32) if how.fp32_model else model
-            tokens = case.tokens if how.packed else 0
-
-            def measured(name: str) -> Finding:
-                found = trainer_logprobs(
-                    name, base, case.responses, tokens, fp32_head=how.fp32_head
-                )
-                runs[of, name] = found
-                if not bool(found.isfinite().all()):
-                    return Finding(name, "wrong", "log-probabilities are not finite.", pass_=of)
-                measures = ratio_measures(found - expected, case.responses)
-                other = runs.get((PACKED, REFERENCE if of == PACKED else name))
-                if other is not None and other is not found:
-                    measures["moved_rms"] = _rms(found - other)
-                    measures["moved_outside_0.9_1.1"] = _outside(found - other, *BANDS[1])
-                return Finding(name, "ok", None, measures, of)
-
-            return measured
+            base, tokens = wide if how.fp32_model else case.base, case.tokens if how.packed else 0
+            found = trainer_logprobs(name, base, case.responses, tokens, fp32_head=how.fp32_head)
+            runs[of, name] = found
+            if not bool(found.isfinite().all()):
+                return Finding(name, "wrong", "log-probabilities are not finite.", pass_=of)
+            measures = ratio_measures(found - expected, case.responses)
+            other = runs.get((PACKED, REFERENCE if of == PACKED else name))
+            if other is not None and other is not found:
+                measures["moved_rms"] = _rms(found - other)
+                measures["moved_outside_0.9_1.1"] = _outside(found - other, *BANDS[1])
+            return Finding(name, "ok", None, measures, of)
 
         # The reference first: in the pass "packed" the others are compared with it.
         names = sorted(variants, key=lambda name: name != REFERENCE)
         passes = [
             of for of, how in PASSES.items() if not (in_fp32 and (how.fp32_head or how.fp32_model))
         ]
-        return measure_passes(case.name, names, {of: run(of) for of in passes}, options.device)
+        each = {of: partial(measured, of) for of in passes}
+        return measure_passes(case.name, names, each, options.device)
 
 
 def ratio_measures(log_ratio: Tensor, responses: Sequence[Response]) -> dict[str, Any]:

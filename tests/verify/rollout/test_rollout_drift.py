@@ -32,7 +32,7 @@ OWN = {"eager": "transformers:eager", "sdpa": "sdpa"}
 def test_attention_that_sampled_is_not_named_or_its_part_is_another_s(engine, attention):
     model = peaked_model()
     responses = tuple(engine(model, attention, PROMPTS, COMPLETION))
-    case = RolloutCase("m", "bfloat16", "r", 0, 256, responses, lambda: model)
+    case = RolloutCase("m", "bfloat16", "r", 0, 256, responses, model)
     options = Options(torch.device("cpu"), variants=tuple(OWN.values()))
     records = records_of(RolloutDrift([case]), options)
     assert {r.case["pass"] for r in records} == set(PASSES)
