@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexvarlen.report.figure import bars, chart, save, style_of
-from flexvarlen.report.records import Record, grouped
+from flexvarlen.report.records import Record
 from flexvarlen.report.table import three_digits
 
 if TYPE_CHECKING:
@@ -21,33 +20,23 @@ ROW_PX, FRAME_PX = 26, 240
 
 def draw(
     records: Sequence[Record],
-    folder: Path,
-    title: Callable[[Sequence[Record]], str],
-    caption: Callable[[Sequence[Record]], str],
+    path: Path,
+    title: str,
+    caption: str,
     is_apart: Callable[[Record], bool],
-) -> list[Path]:
-    """A picture of each model's records that were timed; returns the files.
+) -> Path:
+    """The picture of one model's records that were timed.
 
     Args:
         is_apart: whether a record's speed is of the forward alone: it is written, not drawn.
     """
-    paths = []
-    models = grouped(records, "model")
-    for model, own in models.items():
-        timed = [r for r in own if r.measures.get("tokens_per_s")]
-        if not timed:
-            continue
-        figure, (left, right) = chart(
-            title(own), caption(own), height_px=FRAME_PX + ROW_PX * len(timed), panels=2
-        )
-        draw_speeds(left, timed, is_apart)
-        draw_errors(right, timed)
-        right.set_yticks([])
-        left.set_ylim(right.get_ylim())
-        slug = re.sub(r"[^\w.]+", "-", model).strip("-")
-        name = "compare.png" if len(models) == 1 else f"compare-{slug}.png"
-        paths.append(save(figure, folder / name))
-    return paths
+    height_px = FRAME_PX + ROW_PX * len(records)
+    figure, (left, right) = chart(title, caption, height_px=height_px, panels=2)
+    draw_speeds(left, records, is_apart)
+    draw_errors(right, records)
+    right.set_yticks([])
+    left.set_ylim(right.get_ylim())
+    return save(figure, path)
 
 
 def draw_speeds(axes: Axes, records: Sequence[Record], is_apart: Callable[[Record], bool]) -> None:

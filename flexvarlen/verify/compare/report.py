@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -189,16 +190,16 @@ class Report:
         """Write table.md and the pictures into an existing folder; returns the paths."""
         from flexvarlen.verify.compare.figure import draw
 
-        home = Path(folder)
-        (home / "table.md").write_text(self.markdown(), encoding="utf-8")
-
-        def title(own: Sequence[Record]) -> str:
-            return Report(tuple(own)).sentence()
-
-        def caption(own: Sequence[Record]) -> str:
-            return f"{describe(own)}; flexvarlen compare."
-
-        return [home / "table.md", *draw(self.records, home, title, caption, forward_only)]
+        paths = [Path(folder) / "table.md"]
+        paths[0].write_text(self.markdown(), encoding="utf-8")
+        models = grouped(self.records, "model")
+        for model, own in models.items():
+            if timed := [r for r in own if r.measures.get("tokens_per_s")]:
+                slug = "" if len(models) == 1 else "-" + re.sub(r"[^\w.]+", "-", model).strip("-")
+                path, title = Path(folder) / f"compare{slug}.png", Report(tuple(own)).sentence()
+                caption = f"{describe(own)}; flexvarlen compare."
+                paths.append(draw(timed, path, title, caption, forward_only))
+        return paths
 
 
 def _on_models(records: Sequence[Record]) -> str:
