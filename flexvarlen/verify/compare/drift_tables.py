@@ -20,7 +20,7 @@ from flexvarlen.report.records import (
     in_short,
     ran_on,
 )
-from flexvarlen.report.table import NOTHING, Column, Notes, Table, number, share, shown
+from flexvarlen.report.table import NOTHING, Column, Notes, Table, markdown, number, share, shown
 from flexvarlen.verify.experiment.inputs import THEIRS
 from flexvarlen.verify.experiment.variant import is_ours
 
@@ -209,25 +209,22 @@ def _models(records: Records) -> str:
     # In records where none has that name, those of the plain name ran with the default cache.
     leaking = variants.get(f"{THEIRS}sdpa@default_cache") or variants.get(f"{THEIRS}sdpa", [])
     lines["a leak: transformers' `sdpa` with its default cache, packed against alone"] = leaking
-    columns = [Column("what changes", lambda line: line[0])]
-    columns += [_range(title, name) for title, name in MODEL_MEASURES.items()]
+    measures = MODEL_MEASURES.values()
+    table = [[words, *(_range(own, name) for name in measures)] for words, own in lines.items()]
     first, names = records[0], " and ".join(grouped(records, "model"))
     return (
         f"{names}, random weights, a packed row of {first.case['tokens']:,} tokens in "
         f"{first.measures['documents']} documents, {first.case['dtype']}; "
         f"{ran_on(first.environment)}{commits_of(records)}. Smallest and largest over backends and "
         "models; logits and gradients relative; 0: the same bits.\n\n"
-        f"{Table.of(lines.items(), columns).markdown()}"
+        f"{markdown(['what changes', *MODEL_MEASURES], table)}"
     )
 
 
-def _range(title: str, name: str) -> Column:
-    def cell(line: tuple[str, Records]) -> str:
-        values = [value for value, *_ in measured(line[1], [name])]
-        ends = (min(values), max(values)) if values else ()
-        return " to ".join(dict.fromkeys(f"{value:.2g}" for value in ends)) or NOTHING
-
-    return Column(title, cell)
+def _range(records: Records, name: str) -> str:
+    values = [value for value, *_ in measured(records, [name])]
+    ends = (min(values), max(values)) if values else ()
+    return " to ".join(dict.fromkeys(f"{value:.2g}" for value in ends)) or NOTHING
 
 
 MODEL_COMPARISONS = {

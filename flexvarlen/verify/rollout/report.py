@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, commits_of, grouped_by, ran_on
-from flexvarlen.report.table import NOTHING, Column, Table, number, share
+from flexvarlen.report.table import NOTHING, markdown, number, share
 from flexvarlen.verify.experiment.variant import is_ours
 from flexvarlen.verify.rollout.drift import (
     ALONE,
@@ -81,29 +80,24 @@ def section(records: Sequence[Record]) -> str:
 def _table(records: Sequence[Record]) -> str:
     """A column for each file, a line for each attention, and for each other thing changed."""
     cells: dict[str, dict[str, str]] = {}
+    files = []
     for own in _files(records):
         base, changed = causes(own)
         lines = {r.case["variant"]: r for r in own if r.case["pass"] == PACKED}
         lines |= {f"{name} \\*": r for name, r in changed.items() if r.case["pass"] != PACKED}
-        column = own[0].case["file"].partition(".")[0]
+        files.append(own[0].case["file"].partition(".")[0])
         for name, r in lines.items():
             of_base = ", \\*" if r is base else ""
             text = f"{number(_distance(r))} ({share(r.measures['outside_0.9_1.1'])}{of_base})"
-            cells.setdefault(name, {})[column] = text
-    files = list(dict.fromkeys(file for line in cells.values() for file in line))
-    columns = [Column("attention", lambda line: line[0])]
-    columns += [Column(file, partial(_cell, file)) for file in files]
+            cells.setdefault(name, {})[files[-1]] = text
+    table = [[name, *(line.get(file, NOTHING) for file in files)] for name, line in cells.items()]
     case, m = records[0].case, records[0].measures
     return (
         f"{case['model']}, {case['dtype']}; {m['completion_tokens']:,} tokens of {m['responses']} "
         f"responses a file; {ran_on(records[0].environment)}{commits_of(records)}. Rms of the "
         "log-ratio, and the share of tokens whose ratio is outside 0.9 to 1.1.\n\n"
-        f"{Table.of(cells.items(), columns).markdown()}"
+        f"{markdown(['attention', *files], table)}"
     )
-
-
-def _cell(file: str, line: tuple[str, dict[str, str]]) -> str:
-    return line[1].get(file, NOTHING)
 
 
 def draw(records: Sequence[Record], folder: Path) -> list[Path]:
