@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,30 +31,15 @@ class Difference:
 
     @classmethod
     def over(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Difference:
-        """Of several pairs, as if each side were one long tensor.
-
-        Raises:
-            ValueError: the two tensors of a pair have different shapes.
-        """
-        counted: list[Tensor] = []
-        elements = 0
-
-        def pieces() -> Iterator[tuple[Tensor, Tensor]]:
-            nonlocal elements
-            for found, other in pairs:
-                if found.shape != other.shape:
-                    raise ValueError(
-                        f"found and other must have one shape, got {tuple(found.shape)} and "
-                        f"{tuple(other.shape)}; compare the same documents."
-                    )
-                halves = (x.detach().reshape(-1).split(PIECE_ELEMENTS) for x in (found, other))
-                for one, two in zip(*halves, strict=True):
-                    counted.append((one == two).sum())
-                    elements += one.numel()
-                    yield one.double(), two.double()
-
-        error = Error.of_pieces(pieces())
-        return cls(error, sum(int(x) for x in counted) / elements if elements else 1.0)
+        """Of several pairs, as if each side were one long tensor."""
+        pieces: list[tuple[Tensor, ...]] = []
+        for pair in pairs:
+            halves = (x.detach().reshape(-1).split(PIECE_ELEMENTS) for x in pair)
+            pieces += zip(*halves, strict=True)
+        error = Error.of_pieces((found.double(), other.double()) for found, other in pieces)
+        elements = max(1, sum(len(found) for found, _ in pieces))
+        differing = sum(int((found != other).sum()) for found, other in pieces)
+        return cls(error, (elements - differing) / elements)
 
     def measures(self, prefix: str) -> dict[str, Any]:
         """As entries of a record's measures: `{prefix}_relative` and so on."""
