@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from flexvarlen.attention.api import packed_attention
 from flexvarlen.attention.backends.registry import BACKENDS, our_name, why_not
@@ -68,7 +67,7 @@ class OperatorDrift(GivenCases[OpCase]):
     def measure(self, case: OpCase, variants: Sequence[str], options: Options) -> Findings:
         """The comparison of each backend."""
         inputs = Inputs.random(case, options.device)
-        reference = _Reference.of(case, inputs) if case.comparison == "exact" else None
+        reference = _Reference(case, inputs) if case.comparison == "exact" else None
 
         def compare(name: str) -> Finding:
             measures, reasons = _compared(_Backend(name, case, inputs), reference)
@@ -180,17 +179,12 @@ class _Backend:
         return Results(out.detach(), None if lse is None else lse.detach(), *grads)
 
 
-@dataclass(frozen=True)
 class _Reference:
     """The documents of a case alone: in fp64, and the errors of the low-precision baseline."""
 
-    lengths: tuple[int, ...]
-    results: dict[str, Tensor]
-    baseline: dict[str, Error]
-
-    @classmethod
-    def of(cls, case: OpCase, inputs: Inputs) -> _Reference:
-        results, baseline = with_baseline(
+    def __init__(self, case: OpCase, inputs: Inputs) -> None:
+        self.lengths = case.lengths
+        self.results, self.baseline = with_baseline(
             inputs.q,
             inputs.k,
             inputs.v,
@@ -199,7 +193,6 @@ class _Reference:
             window=case.window,
             grad_out=inputs.grad_out if case.train else None,
         )
-        return cls(case.lengths, results.named(), baseline)
 
     def check(
         self, found: Results, prefix: str = "", where: str = ""
@@ -212,26 +205,25 @@ class _Reference:
         """
         measures: dict[str, Any] = {}
         reasons = []
+        expected = self.results.named()
         for name, x in found.named().items():
-            difference = Difference.between(x, self.results[name])
+            difference = Difference.between(x, expected[name])
             error, baseline, is_gradient = difference.error, self.baseline[name], name in GRADIENTS
             limits = allowed(baseline, x.dtype, gradient=is_gradient)
             measures |= difference.measures(f"{prefix}{name}")
             measures[f"{prefix}ratio_{name}"] = limits.ratio(error)
             what = f"{where}{name}"
             reason = why_wrong(what, error, baseline, x.dtype, gradient=is_gradient)
-            reasons += [] if reason is None else [f"{reason} {self._worst(name, x)}"]
+            reasons += [] if reason is None else [f"{reason} {self._worst(name, found)}"]
         return measures, reasons
 
-    def _worst(self, name: str, found: Tensor) -> str:
+    def _worst(self, name: str, found: Results) -> str:
         """The document with the largest error, which tells a boundary from a wrong scale."""
-        axis, lengths = 1 if name == "lse" else 0, list(self.lengths)
-        documents = zip(
-            found.split(lengths, axis), self.results[name].split(lengths, axis), strict=True
-        )
-        errors = [nan_last(Error.between(*pair).max_abs) for pair in documents]
+        each = (x.documents(self.lengths) for x in (found, self.results))
+        pairs = ([getattr(x, name) for x in pair] for pair in zip(*each, strict=True))
+        errors = [nan_last(Error.between(*pair).max_abs) for pair in pairs]
         index = errors.index(max(errors))
-        return f"It is largest in document {index} ({lengths[index]} tokens)."
+        return f"It is largest in document {index} ({self.lengths[index]} tokens)."
 
 
 def _compared(backend: _Backend, reference: _Reference | None) -> tuple[dict[str, Any], list[str]]:
