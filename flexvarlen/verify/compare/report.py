@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from flexvarlen.report.records import (
     Record,
@@ -18,7 +17,7 @@ from flexvarlen.report.records import (
     ran_on,
     records_alike,
 )
-from flexvarlen.report.table import NOTHING, Column, Table, number, share
+from flexvarlen.report.table import NOTHING, Column, Table, number, share, shown
 from flexvarlen.verify.experiment.variant import is_ours
 
 SUITE = "compare"
@@ -228,14 +227,6 @@ def describe(records: Sequence[Record]) -> str:
     )
 
 
-def _measure(name: str, show: Any) -> Any:
-    def cell(record: Record) -> str:
-        value = record.measures.get(name)
-        return NOTHING if value is None else str(show(value))
-
-    return cell
-
-
 def _leak(record: Record) -> str:
     leaked = record.measures.get("leaked_documents")
     if leaked is None:
@@ -252,34 +243,28 @@ def _ms(record: Record) -> str:
     return f"{middle:{digits}} ({low:{digits}}–{high:{digits}})"
 
 
-def _marked(cell: Any) -> Any:
-    """A cost cell, marked if it is of the forward alone."""
-
-    def marked(record: Record) -> str:
-        text: str = cell(record)
-        return f"{text}{FORWARD_MARK}" if text != NOTHING and forward_only(record) else text
-
-    return marked
+def _marked(record: Record, text: str) -> str:
+    """A cost, marked if it is of the forward alone."""
+    return f"{text}{FORWARD_MARK}" if text != NOTHING and forward_only(record) else text
 
 
-def _compiled(name: str, show: Any) -> Any:
-    cell = _measure(name, show)
-    return lambda record: cell(record) if record.case["compiled"] else NOTHING
+def _compiled(record: Record, name: str, form: str) -> str:
+    return shown(record.measures.get(name), form) if record.case["compiled"] else NOTHING
 
 
 COLUMNS = (
-    Column("backend", lambda record: display_name(variant(record))),
+    Column("backend", lambda r: display_name(variant(r))),
     Column("verdict", verdict),
     Column("leaks", _leak),
-    Column("logits error", _measure("logits_max", number)),
-    Column("gradients", _measure("gradient_max", number)),
-    Column("argmax", _measure("argmax_agreement", share)),
-    Column("tokens/s", _marked(_measure("tokens_per_s", "{:,.0f}".format))),
-    Column("ms (p20–p80)", _marked(_ms)),
-    Column("peak MiB", _marked(_measure("peak_mib", "{:,.0f}".format))),
-    Column("compile s", _compiled("compile_s", "{:.1f}".format)),
-    Column("graph breaks", _compiled("graph_breaks", str)),
-    Column("recompiles", _compiled("recompiles", str)),
+    Column("logits error", lambda r: number(r.measures.get("logits_max"))),
+    Column("gradients", lambda r: number(r.measures.get("gradient_max"))),
+    Column("argmax", lambda r: share(r.measures.get("argmax_agreement"))),
+    Column("tokens/s", lambda r: _marked(r, shown(r.measures.get("tokens_per_s"), ",.0f"))),
+    Column("ms (p20–p80)", lambda r: _marked(r, _ms(r))),
+    Column("peak MiB", lambda r: _marked(r, shown(r.measures.get("peak_mib"), ",.0f"))),
+    Column("compile s", lambda r: _compiled(r, "compile_s", ".1f")),
+    Column("graph breaks", lambda r: _compiled(r, "graph_breaks", ".0f")),
+    Column("recompiles", lambda r: _compiled(r, "recompiles", ".0f")),
 )
 """Columns of a record. Columns that are empty in all records are not shown."""
 DISPENSABLE = (
