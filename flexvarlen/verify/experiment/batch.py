@@ -162,26 +162,12 @@ class PackedBatch:
 
 
 def recut(batch: PackedBatch, seed: int, *, capacity: int, longest: int) -> PackedBatch:
-    """The same tokens cut into other documents: at most `capacity`, none above `longest` tokens.
-
-    The lengths are shuffled; then some neighbours are joined and some documents are cut in two.
-    """
+    """The same tokens cut into other documents: at most `capacity`, none above `longest` tokens."""
     rng = random.Random(seed)
-    lengths = list(batch.lengths)
-    rng.shuffle(lengths)
-    joined: list[int] = []
-    for length in lengths:
-        if joined and joined[-1] + length <= longest and rng.random() < 0.3:
-            joined[-1] += length
-        else:
-            joined.append(length)
-    cut: list[int] = []
-    room = capacity - len(joined)
-    for length in joined:
-        if room > 0 and length > 1 and rng.random() < 0.5:
-            room -= 1
-            first = rng.randrange(1, length)
-            cut += [first, length - first]
-        else:
-            cut.append(length)
-    return PackedBatch(batch.input_ids, tuple(cut), batch.source)
+    lengths: list[int] = []
+    left = batch.total_tokens
+    while left:
+        room = (capacity - len(lengths) - 1) * longest  # of the documents that may follow
+        lengths.append(rng.randint(max(1, left - room), min(longest, left)))
+        left -= lengths[-1]
+    return PackedBatch(batch.input_ids, tuple(lengths), batch.source)
