@@ -34,7 +34,6 @@ def draw(
     figure, (left, right) = chart(title, caption, height_px=height_px, panels=2)
     draw_speeds(left, records, is_apart)
     draw_errors(right, records)
-    right.set_yticks([])
     left.set_ylim(right.get_ylim())
     return save(figure, path)
 
@@ -72,7 +71,7 @@ def draw_errors(axes: Axes, records: Sequence[Record]) -> None:
     if limits and low < limits[0] / unit < high:
         axes.axvline(limits[0] / unit, color="#888888", linestyle="--", linewidth=1)
         axes.text(1.08 * limits[0] / unit, -0.75, "limit", fontsize=8, color="#555555")
-    axes.set_yticks(range(len(records)), [_name(r) for r in records])
+    axes.set_yticks([])  # the speeds beside them have the names
     axes.set_ylim(len(records) - 0.4, -1)
     axes.set_xscale("log")
     axes.set_xlim(low, high)

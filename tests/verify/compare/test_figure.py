@@ -59,7 +59,6 @@ def test_tick_labels_do_not_overlap_and_texts_stay_in_the_picture(factor):
     worst = record("transformers:sdpa", error=1e-5 * factor, verdict="leaks")
     draw_speeds(left, [record(BASELINE), worst], forward_only)
     draw_errors(axes, [record(BASELINE), worst])
-    axes.set_yticks([])
     figure.draw_without_rendering()
     labels = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
     left, right = axes.bbox.x0, axes.bbox.x1
