@@ -58,7 +58,8 @@ class SeedNoise:
 
     def in_sigmas(self, difference: float) -> float:
         """The size of a difference in σ; NaN where σ is not known."""
-        return math.nan if self.sigma is None else _over(abs(difference), self.sigma)
+        gap, sigma = abs(difference), math.nan if self.sigma is None else self.sigma
+        return gap / sigma if sigma else (0.0 if gap == 0 else math.inf)
 
     def standard_errors(self, differences: Sequence[float]) -> float:
         """The size of their mean, in standard errors.
@@ -96,7 +97,3 @@ class SeedNoise:
         if not right_gradient:
             return NOT_ROUNDING
         return WITHIN if is_known else NO_VERDICT
-
-
-def _over(gap: float, sigma: float) -> float:
-    return gap / sigma if sigma else (0.0 if gap == 0 else math.inf)

@@ -171,14 +171,13 @@ class HeadLoss:
         """
         counts = torch.ones_like(labels) if counts is None else counts
         hidden = hidden.detach()
-        if not self.labelled_alone:
-            given = (hidden.flatten(0, -2), labels.flatten(), counts.flatten())
-            return self._of_rows(*given).view_as(hidden)
-        has_label = labels != IGNORE_INDEX
-        found = torch.zeros_like(hidden)
-        given = (hidden[has_label], labels[has_label], counts[has_label])
-        found[has_label] = self._of_rows(*given)
-        return found
+        if self.labelled_alone:
+            has_label, found = labels != IGNORE_INDEX, torch.zeros_like(hidden)
+            given = (hidden[has_label], labels[has_label], counts[has_label])
+            found[has_label] = self._of_rows(*given)
+            return found
+        rows = self._of_rows(hidden.flatten(0, -2), labels.flatten(), counts.flatten())
+        return rows.view_as(hidden)
 
     def _of_rows(self, hidden: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
         """`[N, hidden]`, `[N]`, `[N]` -> `[N, hidden]`."""
