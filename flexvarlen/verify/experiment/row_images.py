@@ -89,7 +89,7 @@ class RowImages:
             types = batch[types_name]
         images = cls(columns, types[real][None], types_name, None, special)
         for document in documents:
-            images._require_whole(document)
+            images.alone(document)  # raises where it does not have its own
         rope = RopeIndex.of(model)
         if rope is None:
             return images
@@ -103,15 +103,28 @@ class RowImages:
 
         Args:
             document: the indices of its tokens.
+
+        Raises:
+            ValueError: some pixels are not known to be its own, or another's.
         """
         found = self._of_tokens(self.types[:, document])
         rows_of = rows_of_pixels(self.columns, self.types[0], [document])
-        for grid_name, name in KINDS.values():
-            rows = rows_of.get(name)
-            if rows is None or not bool(rows.any()):
+        for kind, (grid_name, name) in KINDS.items():
+            pixels, grid = self.columns.get(name), self.columns.get(grid_name)
+            if pixels is None and grid is None:
                 continue
-            found[name] = self.columns[name][rows]
-            grid = self.columns.get(grid_name)
+            are_images = self.types[0] == kind
+            own, tokens = int(are_images[document].sum()), int(are_images.sum())
+            rows = rows_of.get(name)
+            if pixels is None or rows is None or int(rows.sum()) * tokens != own * len(pixels):
+                raise ValueError(
+                    f"{name} must have equally many rows for each token of images, in each "
+                    f"document, got {0 if pixels is None else len(pixels)} rows for {tokens} "
+                    "tokens; pass what the processor returns, uncut."
+                )
+            if own == 0:
+                continue
+            found[name] = pixels[rows]
             if grid is None:
                 continue
             patches = grid.prod(-1)
@@ -144,22 +157,6 @@ class RowImages:
 
     def _of_tokens(self, types: Tensor) -> dict[str, Tensor]:
         return {} if self.types_name is None else {self.types_name: types}
-
-    def _require_whole(self, document: slice) -> None:
-        rows_of = rows_of_pixels(self.columns, self.types[0], [document])
-        for kind, (grid_name, name) in KINDS.items():
-            pixels = self.columns.get(name)
-            if pixels is None and grid_name not in self.columns:
-                continue
-            are_images = self.types[0] == kind
-            own, tokens = int(are_images[document].sum()), int(are_images.sum())
-            rows = rows_of.get(name)
-            if pixels is None or rows is None or int(rows.sum()) * tokens != own * len(pixels):
-                raise ValueError(
-                    f"{name} must have equally many rows for each token of images, in each "
-                    f"document, got {0 if pixels is None else len(pixels)} rows for {tokens} "
-                    "tokens; pass what the processor returns, uncut."
-                )
 
 
 NO_IMAGES = RowImages()
