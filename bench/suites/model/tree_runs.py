@@ -38,9 +38,9 @@ from flexvarlen.reference.acceptance import Error
 from flexvarlen.reference.attention import Results, Sample, spans_of
 from flexvarlen.reference.model import IGNORE_INDEX
 from flexvarlen.runner.suite import Finding, Options, choose
-from flexvarlen.verify.experiment.batch import PackedBatch
+from flexvarlen.verify.experiment.batch import ModelInputs, PackedBatch
 from flexvarlen.verify.experiment.experiment import Experiment
-from flexvarlen.verify.experiment.inputs import ModelInputs, positions_of
+from flexvarlen.verify.experiment.inputs import positions_of
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures
 from flexvarlen.verify.experiment.step import HeadLoss, next_token_loss
 from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch

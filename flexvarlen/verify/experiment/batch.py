@@ -1,5 +1,7 @@
 """`PackedBatch`: the documents of an experiment, in one row without padding.
 
+`ModelInputs`: a forward of them.
+
 Shapes: T tokens; N documents.
 """
 
@@ -23,22 +25,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GivenBatch:
-    """A caller's batch as it stands, B rows of S positions, without what is of single tokens.
+class ModelInputs:
+    """One forward of a step, on B rows of S positions.
 
     Attributes:
-        inputs: the other keyword arguments of its forward, by which a model finds the documents.
-        real: bool `[B, S]`, the positions of the documents' tokens.
+        inputs: keyword arguments of the model.
+        real: bool `[B, S]`, the positions that are not padding; None: all.
+        labels: int64 `[B, S]`, the next token, `IGNORE_INDEX` where there is none; None where they
+            are not used.
+        counts: int64 `[B, S]`, the samples that each token stands for; None: one.
+        grad_output: `[B, S, hidden]`, where the backward starts, if not from a loss.
     """
 
     inputs: Mapping[str, Any]
-    real: Tensor
+    real: Tensor | None = None
+    labels: Tensor | None = None
+    counts: Tensor | None = None
+    grad_output: Tensor | None = None
 
-    def place(self, of_tokens: Tensor, fill: int) -> Tensor:
-        """`[1, T, …]` -> `[B, S, …]`, `fill` where no document is. Differentiable."""
-        found = of_tokens.new_full((*self.real.shape, *of_tokens.shape[2:]), fill)
-        found[self.real] = of_tokens[0]
-        return found
+    def tokens_of(self, outputs: Tensor) -> Tensor:
+        """`[B, S, …]` -> `[tokens, …]`, row by row without the padding."""
+        return outputs.flatten(0, 1) if self.real is None else outputs[self.real]
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,8 @@ class PackedBatch:
         input_ids: int64 `[1, T]`.
         lengths: tokens of each document, each at least 1; their sum is T.
         source: where the tokens come from, for the report.
-        given: the caller's batch that they come from, if transformers can read it.
+        given: the caller's batch that they come from, if transformers can read it: what is not of
+            single tokens, and `real`.
         images: of the documents.
         unit, sample: what is replaced to find leaks, and what runs alone, in words.
     """
@@ -57,7 +65,7 @@ class PackedBatch:
     input_ids: Tensor
     lengths: tuple[int, ...]
     source: str = "the caller's batch"
-    given: GivenBatch | None = field(default=None, compare=False, repr=False)
+    given: ModelInputs | None = field(default=None, compare=False, repr=False)
     images: RowImages = field(default=NO_IMAGES, compare=False, repr=False)
     unit: ClassVar[str] = "document"
     sample: ClassVar[str] = "document"

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from flexvarlen.measure import watch_compilation
 from flexvarlen.report.records import one_line
 from flexvarlen.verify.experiment.alone import Alone, from_gradient, gradients_of
-from flexvarlen.verify.experiment.inputs import ModelInputs, forwards_of, in_order, positions_of
+from flexvarlen.verify.experiment.batch import ModelInputs
+from flexvarlen.verify.experiment.inputs import forwards_of, in_order, positions_of
 from flexvarlen.verify.experiment.measure import CheckedVariant, Measures, first_run
 from flexvarlen.verify.experiment.step import HeadLoss, base_step
 from flexvarlen.verify.experiment.tree_batch import Row

@@ -8,7 +8,6 @@ documents; B rows of S positions, S = T in the packed row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,32 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.reference.model import IGNORE_INDEX
-from flexvarlen.verify.experiment.batch import PackedBatch
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """One forward of a step.
-
-    Attributes:
-        inputs: keyword arguments of the model.
-        real: bool `[B, S]`, the positions that are not padding; None: all.
-        labels: int64 `[B, S]`, the next token, `IGNORE_INDEX` where there is none; None where they
-            are not used.
-        counts: int64 `[B, S]`, the samples that each token stands for; None: one.
-        grad_output: `[B, S, hidden]`, where the backward starts, if not from a loss.
-    """
-
-    inputs: Mapping[str, Any]
-    real: Tensor | None = None
-    labels: Tensor | None = None
-    counts: Tensor | None = None
-    grad_output: Tensor | None = None
-
-    def tokens_of(self, outputs: Tensor) -> Tensor:
-        """`[B, S, …]` -> `[tokens, …]`, row by row without the padding."""
-        return outputs.flatten(0, 1) if self.real is None else outputs[self.real]
-
+from flexvarlen.verify.experiment.batch import ModelInputs, PackedBatch
 
 SORTED = "padded-sorted"
 BATCHINGS = ("packed", "padded", SORTED, "serial")

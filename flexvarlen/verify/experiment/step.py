@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
 from flexvarlen.reference.model import IGNORE_INDEX
-from flexvarlen.verify.experiment.inputs import ModelInputs
+from flexvarlen.verify.experiment.batch import ModelInputs
 from flexvarlen.verify.experiment.tree_batch import Row
 from flexvarlen.verify.experiment.variant import Variant
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.packing.images import has_images
 from flexvarlen.reference.model import IGNORE_INDEX, Loss, weighted_loss
-from flexvarlen.verify.experiment.batch import GivenBatch, PackedBatch
+from flexvarlen.verify.experiment.batch import ModelInputs, PackedBatch
 from flexvarlen.verify.experiment.row_images import NO_IMAGES, RowImages
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def row_from(batch: Mapping[str, Any], model: PreTrainedModel) -> Row:
         given = None
         if batch.get("packed_layout") is None or any(batch.get(x) is not None for x in THEIR_MARKS):
             others = {name: x for name, x in batch.items() if name not in OF_TOKENS_OR_OURS}
-            given = GivenBatch(others, real.view_as(batch["input_ids"]))
+            given = ModelInputs(others, real.view_as(batch["input_ids"]))
         row = PackedBatch(ids[:, real], tuple(len(ids[0, x]) for x in documents), given=given)
         if not has_images(batch):
             return row

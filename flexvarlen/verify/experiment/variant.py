@@ -25,8 +25,8 @@ from flexvarlen.patches.parts import ModelParts
 from flexvarlen.reference.model import IGNORE_INDEX, share
 from flexvarlen.runner.failures import Unsupported
 from flexvarlen.runner.suite import UnknownVariant
-from flexvarlen.verify.experiment.batch import GivenBatch
-from flexvarlen.verify.experiment.inputs import THEIRS, ModelInputs, forms_of, inputs_of
+from flexvarlen.verify.experiment.batch import ModelInputs
+from flexvarlen.verify.experiment.inputs import THEIRS, forms_of, inputs_of
 from flexvarlen.verify.experiment.tree_batch import Row, TreeBatch
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Variant:
         """The row's documents, in this variant's sizes."""
         return row.layout(self.sizes.capacity, self.sizes.max_seqlen_bound)
 
-    def given(self, row: Row) -> GivenBatch | None:
+    def given(self, row: Row) -> ModelInputs | None:
         """The caller's batch, where this variant runs it as it stands."""
         return row.given if self.theirs and "@" not in self.name else None
 
@@ -120,10 +120,13 @@ class Variant:
                 f"{self.name} needs the position_ids of such images in a comparison, which passes "
                 "inputs_embeds; make the batch with PackedCollator(model=model)."
             )
-        placed = {
-            name: given.place(x, IGNORE_INDEX if name == "labels" else 0) if x.ndim else x
-            for name, x in of_tokens.items()
-        }
+        assert given.real is not None
+        placed = dict(of_tokens)
+        for name, x in of_tokens.items():
+            if x.ndim:
+                fill = IGNORE_INDEX if name == "labels" else 0
+                placed[name] = x.new_full((*given.real.shape, *x.shape[2:]), fill)
+                placed[name][given.real] = x[0]
         return ModelInputs({**placed, **given.inputs, **row.images.columns}, given.real)
 
     def compiled(
