@@ -104,18 +104,16 @@ def explanations(responses: Sequence[Response], every: Tensor) -> list[Explanati
     after = torch.cat([torch.cat([piece[1:], nothing]) for piece in pieces])
     before = torch.cat([torch.cat([nothing, piece[:-1]]) for piece in pieces])
     shift = "shift them by one token"
-    temperatures = torch.tensor([each.temperature for each in responses for _ in each.completion])
     found = [
         Explanation("log-probabilities of the tokens after their own (off by one)", shift, after),
         Explanation("log-probabilities of the tokens before their own (off by one)", shift, before),
     ]
-    for factor, logprobs in zip((None, *FACTORS), every[:, 1:].unbind(1), strict=True):
-        same = temperatures * (factor or 1) == 1
-        if factor is None and bool(same.all()):
-            continue
-        at = "1" if factor is None or bool(same.all()) else f"{factor:g} times the file's"
-        todo = f"name the temperature, logprobs_mode {RAW}, or the top_p or top_k of the sampling"
-        found.append(Explanation(f"another temperature, about {at}", todo, logprobs))
+    of = "another temperature, about"
+    todo = f"name the temperature, logprobs_mode {RAW}, or the top_p or top_k of the sampling"
+    if any(each.temperature != 1 for each in responses):
+        found.append(Explanation(f"{of} 1", todo, every[:, 1]))
+    for factor, logprobs in zip(FACTORS, every[:, 2:].unbind(1), strict=True):
+        found.append(Explanation(f"{of} {factor:g} times the file's", todo, logprobs))
     return found
 
 
