@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +169,9 @@ class _Comparison:
         self._did()
         reference = self.checks.reference
         self.case["reference"] = describe(reference)
+        self.errors = error_measures(reference.baseline)
         timed = [BASELINE] if is_whole(reference) else []
+        del reference  # before the variants run again
         findings = check_and_time(
             [*timed, *names],
             self._check,
@@ -182,7 +183,7 @@ class _Comparison:
         self._did()
         records = {finding.variant: self._record(finding) for finding in findings}
         baseline = records.get(BASELINE) or self._record(
-            Finding(BASELINE, "ok", NOT_TIMED, error_measures(reference.baseline))
+            Finding(BASELINE, "ok", NOT_TIMED, self.errors)
         )
         return Report((baseline, *(records[name] for name in names)))
 
@@ -190,7 +191,7 @@ class _Comparison:
         """Records of the variants that were checked, without times."""
         if not self.checked:
             return Report(())
-        measures = {BASELINE: error_measures(self.checks.reference.baseline)} | self.checked
+        measures = {BASELINE: self.errors} | self.checked
         findings = [Finding(name, "ok", STOPPED, found) for name, found in measures.items()]
         return Report(tuple(map(self._record, findings)))
 
@@ -227,8 +228,7 @@ class _Comparison:
 
     def _baseline(self) -> CheckedVariant:
         model, samples = baseline_model(self.base), self.batch.samples
-        reference = self.checks.reference
-        documents = reference.documents
+        documents = self.checks.reference.documents
         loss = self.batch.loss_alone(model, documents) if self.train else None
         step = partial(
             run_alone,
@@ -239,13 +239,12 @@ class _Comparison:
             loss=loss,
             images=samples.images_alone,
         )
-        return CheckedVariant(step, error_measures(reference.baseline), conclude=self._speed)
+        return CheckedVariant(step, dict(self.errors), conclude=self._speed)
 
     def _drop_references(self) -> None:
         """Free the references: their fp64 tensors would count in the peak memory of variants."""
         self._say("speed of all, in turns")
-        reference = self.checks.reference.without_tensors()
-        self.checks = replace(self.checks, reference=reference, last=None)
+        del self.checks
         free(self.base.device, self.base)
 
     def _speed(self, ms: float) -> dict[str, Any]:

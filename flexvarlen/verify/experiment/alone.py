@@ -241,10 +241,6 @@ class Alone:
         """The same for outputs of the samples one after another, which share nothing."""
         return replace(self, row=self.row.samples)
 
-    def without_tensors(self) -> Alone:
-        """What is needed once all variants are checked."""
-        return replace(self, results=replace(self.results, hidden=(), gradients={}, head=None))
-
 
 def why_one_is_wrong(results: Iterable[Compared], dtype: torch.dtype) -> str | None:
     """The acceptance rule: a sentence about the first that is wrong, or None."""

@@ -1,9 +1,11 @@
 """`compare` finds what is wrong, calls right what is right, and leaves the model alone."""
 
 import copy
+import importlib
 import itertools
 import math
 import re
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -354,6 +356,22 @@ def test_progress_reaches_its_end(llama):
     )
     assert seen[-1][0] == seen[-1][1]
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_references_are_in_the_peaks_of_variants(llama, monkeypatch):
+    """They are freed before variants run for their memory and time."""
+    module, made, alive = importlib.import_module("flexvarlen.verify.compare.compare"), [], []
+    of = module.reference_of
+
+    def reference_of(*args, **options):
+        found = of(*args, **options)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(module, "reference_of", reference_of)
+    monkeypatch.setattr(module, "free", lambda *_: alive.append([each() for each in made]))
+    run_compare(llama, new_batch((6, 4)), "sdpa", packings=1, train=False)
+    assert alive == [[None, None]]
 
 
 def test_every_geometry_is_a_valid_configuration():
