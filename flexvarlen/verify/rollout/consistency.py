@@ -130,14 +130,13 @@ def why_broken(
         others: explanations of what else the engine's may be.
     """
     cost = _cost(engine, trainer)
-    best: tuple[float, Explanation, tuple[int, int]] | None = None
+    found = []
     for other in others:
         left = torch.where(other.logprobs.isnan(), cost, _cost(engine, other.logprobs))
         if run := first_run(cost - left, partial(_explains, cost, left)):
-            gain = float((cost - left)[slice(*run)].sum())
-            best = max(best or (0.0, other, run), (gain, other, run), key=lambda one: one[0])
-    if best is not None:
-        _, other, (start, end) = best
+            found.append((float((cost - left)[slice(*run)].sum()), other, run))
+    if found:
+        _, other, (start, end) = max(found, key=lambda one: one[0])
         return (
             f"responses must have log-probabilities of their own tokens and temperature, got "
             f"{other.what} from {location(responses, start)} on ({end - start} tokens are "
