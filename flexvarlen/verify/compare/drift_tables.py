@@ -44,15 +44,9 @@ def measured(records: Records, names: Sequence[str]) -> list[Measured]:
     return [(value, name, r) for value, name, r in every if value is not None]
 
 
-def largest_of(records: Records, names: Sequence[str]) -> float | None:
-    """The largest of these measures; NaN if one is; None if no record has any."""
-    found = [value for value, *_ in measured(records, names)]
-    return largest(found) if found else None
-
-
-def field(name: str) -> Column:
+def field(name: str, title: str = "") -> Column:
     """A column with a field of the case."""
-    return Column(name, lambda line: str(line[0].case.get(name, "")))
+    return Column(title or name, lambda line: str(line[0].case.get(name, "")))
 
 
 def measure(
@@ -61,8 +55,13 @@ def measure(
     comparison: str | None = None,
     show: Callable[[float | None], str] = number,
 ) -> Column:
-    """A column with the largest of these measures, in one comparison or in all."""
-    return Column(title, lambda line: show(largest_of(compared(line, comparison), names)))
+    """A column with the largest of these measures, in one comparison or in all; NaN if one is."""
+
+    def cell(line: Records) -> str:
+        found = [value for value, *_ in measured(compared(line, comparison), names)]
+        return show(largest(found) if found else None)
+
+    return Column(title, cell)
 
 
 def compared(records: Records, comparison: str | None) -> Records:
@@ -136,7 +135,7 @@ def _first_part(line: Records) -> str:
 
 COLUMNS: dict[str, Callable[[Column], tuple[Column, ...]]] = {
     "drift-op": lambda status: (
-        Column("backend", lambda line: str(line[0].case["variant"])),
+        field("variant", "backend"),
         field("dtype"),
         status,
         measure("error / allowed", *RATIOS, show=share),
@@ -153,7 +152,7 @@ COLUMNS: dict[str, Callable[[Column], tuple[Column, ...]]] = {
         measure("gradients", "gradient_relative"),
     ),
     "drift-rollout": lambda status: (
-        Column("backend", lambda line: str(line[0].case["variant"])),
+        field("variant", "backend"),
         field("pass"),
         status,
         measure("rms", "log_ratio_rms"),
