@@ -129,10 +129,11 @@ class DriftReport:
         return sentences
 
     def save(self, path: Path) -> None:
-        """Write tables and sentences as Markdown."""
+        """Write tables and sentences as Markdown, and the picture of a rollout beside it."""
         parts = [table.markdown() for table in self.tables()]
         text = without_paths("\n\n".join(parts))
         path.write_text("\n\n".join([text, *self.sentences()]) + "\n", encoding="utf-8")
+        rollout.draw([r for r in self.records if r.suite == "drift-rollout"], path.parent)
 
 
 def _size(value: Any) -> float | None:

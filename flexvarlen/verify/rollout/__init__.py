@@ -6,5 +6,5 @@
 | `logprobs.py` | a model's log-probabilities of them, packed or each alone |
 | `consistency.py` | files that are broken: shifted, truncated, another temperature, other tokens |
 | `drift.py` | suite "drift-rollout": backends, dtypes and batching, each against the engine |
-| `report.py` | which comes closest, what causes the rest |
+| `report.py` | which comes closest, what causes the rest; the picture |
 """

@@ -1,9 +1,12 @@
-"""Records of "drift-rollout" as sentences and tables: what is closest, what causes the rest."""
+"""Records of "drift-rollout" as sentences and a picture: what is closest, what causes the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from flexvarlen.report.figure import bars, chart, save, style_of
 from flexvarlen.report.records import Record, commits_of, grouped_by, ran_on
 from flexvarlen.report.table import NOTHING, markdown, number, share
 from flexvarlen.verify.experiment.variant import is_ours
@@ -14,6 +17,9 @@ from flexvarlen.verify.rollout.drift import (
     PACKED,
     REFERENCE,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 DISTANCE = "log_ratio_rms"
 """The distance from the engine that ranks runs: its squares add up where causes are independent."""
@@ -92,6 +98,38 @@ def _table(records: Sequence[Record]) -> str:
         "log-ratio, and the share of tokens whose ratio is outside 0.9 to 1.1.\n\n"
         f"{markdown(['attention', *files], table)}"
     )
+
+
+def draw(records: Sequence[Record], folder: Path) -> list[Path]:
+    """A picture of each file's records; returns the files."""
+    paths: list[Path] = []
+    files = _files([r for r in records if r.status == "ok"])
+    for own in files:
+        first, (base, changed) = closest(own)[0], causes(own)
+        finding = f"{_name(first)} is closest to the engine"
+        if changed:
+            cause, run = min(changed.items(), key=lambda one: _distance(one[1]))
+            finding += f"; of the difference of {_name(base)}, {cause} {_change(base, run)}"
+        caption = (
+            f"{own[0].case['file']}: {first.measures['completion_tokens']:,} tokens of "
+            f"{first.measures['responses']} responses; {own[0].case['model']}, "
+            f"{own[0].case['dtype']}; {ran_on(own[0].environment)}{commits_of(own)}; flexvarlen "
+            "drift rollout. Left: packed, by attention. Right: one thing changed."
+        )
+        figure, (left, right) = chart(finding, caption, height_px=340, panels=2)
+        packed = [r for r in own if r.case["pass"] == PACKED]
+        _bars(left, {r.case["variant"]: r for r in packed})
+        _bars(right, {_name(base): base, **changed}, base.case["variant"])
+        name = "rollout.png" if len(files) == 1 else f"rollout-{len(paths) + 1}.png"
+        paths.append(save(figure, folder / name))
+    return paths
+
+
+def _bars(axes: Axes, records: dict[str, Record], variant: str = "") -> None:
+    colors = [style_of(variant or r.case["variant"]).color for r in records.values()]
+    values = {name: _distance(r) for name, r in records.items()}
+    texts = [number(x) for x in values.values()]
+    bars(axes, values, label="rms of log(trainer ÷ engine), nats", colors=colors, texts=texts)
 
 
 def _files(records: Sequence[Record]) -> list[list[Record]]:

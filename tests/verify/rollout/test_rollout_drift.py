@@ -72,7 +72,8 @@ def test_options_are_lost_or_files_are_not_written(tmp_path):
     assert code == 0, said
     assert "eager.jsonl: closest to the engine: transformers:eager" in said
     assert "transformers:eager attention removes" in said
-    assert sorted(path.name for path in out.iterdir()) == ["records.jsonl", "report.md"]
+    names = ["records.jsonl", "report.md", "rollout.png"]
+    assert sorted(path.name for path in out.iterdir()) == names
     records = read_records([out / "records.jsonl"])
     assert {(r.case["tokens"], r.case["file"]) for r in records} == {(200, "eager.jsonl")}
     assert all(r.case["temperatures"] == [0.7] for r in records)
