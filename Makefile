@@ -63,7 +63,7 @@ WITH_CHECKOUT := PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}"
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-# Not compiled: pip would compile all modules of torch and transformers, an import those that it needs.
+# pip would compile every module of torch and transformers; Python compiles those that are imported.
 $(INSTALLED) $(DEV) $(DOCS): pyproject.toml constraints.txt
 	@echo "Installing flexvarlen$(if $(filter $(DEV),$@), and the tools of its tests)$(if $(filter $(DOCS),$@), and mkdocs) into .venv (a minute or two) ..."
 	@test -x .venv/bin/python || $(BASE_PYTHON) -m venv .venv

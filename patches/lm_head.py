@@ -32,7 +32,7 @@ def lm_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
     Raises:
         ValueError: the model has no such head.
-        NotImplementedError: FSDP2 shards the head as a unit of its own, and it has a hook.
+        NotImplementedError: FSDP2 shards the head as a unit, and it has a hook or units inside.
 
     >>> import torch, flexvarlen as fv
     >>> from flexvarlen.verify.models import build_model
@@ -63,7 +63,8 @@ class _Head:
         self._head: Any = object.__new__(type(model))
         modules = {**model._modules, base: _GivenStates(model._modules[base])}
         for name, module in modules.items():
-            if is_fsdp2(module) and module is model.get_output_embeddings():
+            of_head = module is not None and module is model.get_output_embeddings()
+            if of_head and any(map(is_fsdp2, module.modules())):
                 modules[name] = _Gathered(module)
         vars(self._head).update(vars(model), _modules=modules)
 
@@ -76,29 +77,37 @@ class _Head:
 
 
 class _Gathered(nn.Module):
-    """A head that FSDP2 shards, alone or with the last norm as accelerate does, called many times.
+    """A head that FSDP2 shards as a unit, with its weights gathered until the end of the backward.
 
-    Its hooks free the weights in the backward of one call, while those of other calls still need
-    them. So they are gathered here, and the module's forward runs without the hooks, on the dtype
-    that they would give it. At the end of the backward FSDP2 reduces the gradients and frees them.
+    FSDP2's own hooks free them in the backward of one call, though other calls still need them. So
+    the forward runs without the hooks, on inputs of the dtype that they would give it.
     """
 
     module: Any
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        if max(len(module._forward_hooks), len(module._forward_pre_hooks)) > 1:
+        hooks = module._forward_hooks, module._forward_pre_hooks  # FSDP2 has one of each
+        inside = any(is_fsdp2(x) for x in module.modules() if x is not module)
+        if inside or max(map(len, hooks)) > 1 or module._backward_hooks:
             raise NotImplementedError(
-                "lm_head runs no forward hooks of a head that FSDP2 shards as a unit, got a "
-                f"{type(module).__name__} with a hook; remove it, or call fully_shard on the model "
-                "and its layers alone."
+                "lm_head runs no hooks of a head that FSDP2 shards as a unit, and no units inside "
+                f"it, got a {type(module).__name__} with one; remove it, or call fully_shard on "
+                "the model and its layers alone."
             )
         self.__dict__["module"] = module  # not as a child: it stays the model's
+        self.module.unshard()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], name)  # Mamba-2 reads its head's weight
 
     def forward(self, x: Tensor) -> Any:
         """Return the module's output."""
         self.module.unshard()
-        return self.module.forward(x.to(self.module.weight.dtype))
+        out = self.module.forward(x.to(self.module.weight.dtype))
+        if out.requires_grad:  # another backward may have freed them since
+            out.register_hook(lambda _: self.module.unshard())
+        return out
 
 
 class _GivenStates(nn.Module):

@@ -125,8 +125,8 @@ def pytest_collection_finish(session):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_search_of_what_stays():
-    """Nor among what the tests before have left in caches: trainers took three times as long."""
+def _freeze_after_module():
+    """What a module's tests leave in caches is not searched either: trainers took twice as long."""
     yield
     gc.collect()
     gc.freeze()

@@ -51,11 +51,12 @@ def call_with_chunked_loss(
     delivery, chunk_tokens = context.delivery, module.__dict__[ATTRIBUTE].loss_chunk_tokens
     hidden, delivery.hidden_states = delivery.hidden_states, None
     assert hidden is not None
+    head = lm_head(module)
     _check_chunks(module, hidden, chunk_tokens)
     loss = _loss_of_labels(kwargs, hidden.device) if of_row is None else of_row
     device_type, dtype, enabled = delivery.autocast  # of accelerate, which is left by now
     with torch.autocast(device_type, dtype, enabled):
-        found = loss(hidden, head=lm_head(module), chunk_tokens=chunk_tokens)
+        found = loss(hidden, head=head, chunk_tokens=chunk_tokens)
     others = {name: x for name, x in outputs.items() if name not in ("loss", "logits")}
     return type(outputs)(loss=found + router_loss(module, outputs), **others)
 
@@ -102,7 +103,7 @@ def _check_call(module: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _check_chunks(module: Any, hidden: Tensor, chunk_tokens: int) -> None:
-    tokens, weight = hidden.shape[:-1].numel(), module.get_output_embeddings().weight
+    tokens, weight = hidden.shape[:-1].numel(), module.get_output_embeddings().weight  # gathered
     learns_low = weight.requires_grad and weight.dtype.itemsize < 4
     if learns_low and torch.is_grad_enabled() and tokens > MOST_CHUNKS * chunk_tokens:
         raise ValueError(

@@ -269,15 +269,53 @@ OTHER_CASES = {
 }
 
 
-def hooked_head() -> str:
-    """What a hook on a head that is a unit of FSDP2 is answered."""
-    model = head_sharded(new_model("qwen3"))
-    model.lm_head.register_forward_hook(lambda *_: None)
+class Logits(nn.Module):
+    """A module of a user's, which calls a model's base and head."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        base = getattr(self.model, self.model.base_model_prefix)
+        return fv.lm_head(self.model)(base(ids, use_cache=False).last_hidden_state)
+
+
+def head_in_two_backwards(kind: str) -> dict[str, Any]:
+    """The gradients with a sharded head and without; each forward's backward after the other."""
+    ids, found = torch.arange(3, 20)[None], {}
+    for name, change in (("plain", lambda model: model), ("sharded", head_sharded)):
+        logits = Logits(change(new_model(kind)))
+        if name == "sharded":
+            fully_shard(logits, mesh=init_device_mesh("cpu", (WORLD,)))
+        for loss in [logits(each).square().mean() for each in (ids, ids + 30)]:
+            loss.backward()
+        found[name] = learned(logits, loss)["gradients"]
+    return found
+
+
+def head_refused(change: Change) -> str:
+    """What is said of such a head."""
+    model = new_model("qwen3")
+    change(model.lm_head)
     try:
-        fv.lm_head(model)
+        fv.lm_head(head_sharded(model))
     except NotImplementedError as why:
         return str(why)
     raise AssertionError("not refused")
+
+
+def hooked(head: nn.Module) -> None:
+    head.register_forward_hook(lambda *_: None)
+
+
+def hooked_backward(head: nn.Module) -> None:
+    head.register_full_backward_hook(lambda *_: None)
+
+
+def unit_inside(head: nn.Module) -> None:
+    head.inner = nn.Linear(2, 2)
+    fully_shard(head.inner, mesh=init_device_mesh("cpu", (WORLD,)))
 
 
 def run_case(case: str) -> dict[str, Any]:

@@ -20,9 +20,13 @@ from tests.patches.distributed_ranks import (
     KINDS,
     OTHER_CASES,
     WRAPPERS,
-    hooked_head,
+    head_in_two_backwards,
+    head_refused,
+    hooked,
+    hooked_backward,
     run_case,
     run_kind,
+    unit_inside,
 )
 from tests.patches.kinds import assert_learned_alone
 from tests.tiny_models import batch_of, new_model
@@ -95,9 +99,18 @@ def test_gradients_of_weights_gathered_in_bf16(ranks, name):
         assert_as_accurate(gradient.to(low.dtype), exact.gradients[parameter], low, 3, parameter)
 
 
-def test_a_hook_that_chunks_of_a_sharded_head_would_leave_out(ranks):
-    for said in ranks.run(hooked_head):
-        assert said.startswith("lm_head runs no forward hooks of a head that FSDP2 shards")
+@pytest.mark.filterwarnings("ignore:flexvarlen. recurrent layers run one document")
+@pytest.mark.parametrize("kind", ["qwen3", "mamba2"])
+def test_a_sharded_head_in_two_backwards(ranks, kind):
+    for found in ranks.run(head_in_two_backwards, kind):
+        for name, gradient in found["plain"].items():
+            torch.testing.assert_close(found["sharded"][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [hooked, hooked_backward, unit_inside])
+def test_what_a_sharded_head_would_leave_out_is_refused(ranks, change):
+    for said in ranks.run(head_refused, change):
+        assert said.startswith("lm_head runs no hooks of a head that FSDP2 shards as a unit")
 
 
 def test_decoding_and_unpatching_of_sharded_weights(ranks):
