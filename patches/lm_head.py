@@ -62,10 +62,9 @@ class _Head:
         # Shares parameters; the model itself stays as it is. FSDP2's classes have no copy.copy.
         self._head: Any = object.__new__(type(model))
         modules = {**model._modules, base: _GivenStates(model._modules[base])}
-        for name, module in modules.items():
-            of_head = module is not None and module is model.get_output_embeddings()
-            if of_head and any(map(is_fsdp2, module.modules())):
-                modules[name] = _Gathered(module)
+        head = model.get_output_embeddings()
+        if any(map(is_fsdp2, head.modules())):
+            modules |= {name: _Gathered(head) for name, x in modules.items() if x is head}
         vars(self._head).update(vars(model), _modules=modules)
 
     def __call__(self, hidden: Tensor) -> Tensor:

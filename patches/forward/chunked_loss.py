@@ -51,7 +51,7 @@ def call_with_chunked_loss(
     delivery, chunk_tokens = context.delivery, module.__dict__[ATTRIBUTE].loss_chunk_tokens
     hidden, delivery.hidden_states = delivery.hidden_states, None
     assert hidden is not None
-    head = lm_head(module)
+    head = lm_head(module)  # which gathers what FSDP2 shards, in the dtype that is checked next
     _check_chunks(module, hidden, chunk_tokens)
     loss = _loss_of_labels(kwargs, hidden.device) if of_row is None else of_row
     device_type, dtype, enabled = delivery.autocast  # of accelerate, which is left by now
@@ -103,7 +103,7 @@ def _check_call(module: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _check_chunks(module: Any, hidden: Tensor, chunk_tokens: int) -> None:
-    tokens, weight = hidden.shape[:-1].numel(), module.get_output_embeddings().weight  # gathered
+    tokens, weight = hidden.shape[:-1].numel(), module.get_output_embeddings().weight
     learns_low = weight.requires_grad and weight.dtype.itemsize < 4
     if learns_low and torch.is_grad_enabled() and tokens > MOST_CHUNKS * chunk_tokens:
         raise ValueError(
