@@ -37,6 +37,7 @@ class AttentionCall(NamedTuple):
         return_lse: the log-sum-exp of the scores is returned too.
         past_int32: the queries, or the keys repeated for each query head, have `INT32_ELEMENTS` or
             more elements: some kernels index with 32 bits.
+        compiled: it is part of a graph that the user compiles.
     """
 
     device: torch.device
@@ -53,6 +54,7 @@ class AttentionCall(NamedTuple):
     batch_invariant: bool = False
     return_lse: bool = False
     past_int32: bool = False
+    compiled: bool = False
 
     @property
     def ordered_backward(self) -> bool:
@@ -80,6 +82,7 @@ def attention_call(
     batch_invariant: bool | None,
     return_lse: bool = False,
     past_int32: bool = False,
+    compiled: bool = False,
 ) -> AttentionCall:
     """The call that `packed_attention`, `why_not` and `explain` ask a backend about.
 
@@ -108,6 +111,7 @@ def attention_call(
         resolve_flag(BATCH_INVARIANT, batch_invariant),
         return_lse,
         past_int32,
+        compiled,
     )
 
 

@@ -52,28 +52,25 @@ def choose(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
     return decision_for(call, sizes(mask), mask).backend
 
 
-def decision_for(
-    call: AttentionCall, sizes: Sizes, mask: DocumentMask | None, *, compiled: bool = False
-) -> Decision:
+def decision_for(call: AttentionCall, sizes: Sizes, mask: DocumentMask | None) -> Decision:
     """What "auto" chooses and why; runs a kernel once if it was not checked on this machine.
 
     Args:
         call: the call.
         sizes: sizes of the mask's layouts; 0 for a size that a compiled graph does not know.
         mask: the documents of the call; None while a compiled graph is traced.
-        compiled: whether the call is inside a compiled graph.
 
     Raises:
         NotImplementedError: no backend can serve the call.
     """
     sizes_bucket = None if 0 in sizes else bucket(sizes)
-    key = ("auto", call, sizes_bucket, compiled, torch_state())
+    key = ("auto", call, sizes_bucket, torch_state())
     known = _table.get(key)
     if known is not None:
         return known
     kind = call.kind()
-    kind_key = ("auto", kind, sizes_bucket, compiled, torch_state())
-    known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, mask, compiled=compiled)
+    kind_key = ("auto", kind, sizes_bucket, torch_state())
+    known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, mask)
     if known.checked:
         if kind_key not in _table:
             _log.info("auto takes %s for %s: %s", known.backend, describe(call), known.why)
@@ -140,6 +137,6 @@ def _choose_constant(
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
     call = AttentionCall(device, dtype, *heads, MaskSpec.from_ints(spec), 1.0, softcap, *flags)
     if backend == "auto":
-        return decision_for(call, sizes, None, compiled=True).backend
+        return decision_for(call, sizes, None).backend
     _require_usable(backend, call, None)
     return backend

@@ -158,10 +158,9 @@ def explain(
     if measure and sizes_bucket is not None:
         measure_kernels(call, sizes_bucket, mask)
         forget_decisions()
-    eager, compiled = (
-        decide(call, sizes_bucket, mask, compiled=x, check=False) for x in (False, True)
-    )
-    tried = order(call, sizes_bucket, compiled=True)
+    in_graph = call._replace(compiled=True)
+    eager, compiled = (decide(x, sizes_bucket, mask, check=False) for x in (call, in_graph))
+    tried = order(in_graph, sizes_bucket)
     found = [_candidate(name, call, tried) for name in BACKENDS]
     found.sort(
         key=lambda c: tried.times[c.name].device_ms if c.name in tried.times else float("inf")

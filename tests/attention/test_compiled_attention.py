@@ -17,6 +17,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from flexvarlen import PackedLayout, packed_attention
+from flexvarlen.attention import choose
+from flexvarlen.attention.backends import sdpa
 from tests import malformed_boundaries, oracle
 from tests.attention.accuracy import assert_right
 from tests.backends import FLASH, differentiable, kernels, with_values
@@ -30,7 +32,7 @@ HEADS = (6, 2)
 compiled_kernels = [
     *kernels("sdpa", gpu=False),
     *kernels("reference", "flex"),
-    *kernels("flex_fa4", *FLASH, "nested", cpu=False),
+    *kernels(*FLASH, "nested", cpu=False),
 ]
 
 
@@ -145,7 +147,7 @@ def test_other_documents_compile_nothing_again(kernel, way, mask):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", kernels("flex", "flex_fa4", *FLASH, cpu=False))
+@pytest.mark.parametrize("kernel", kernels("flex", *FLASH, cpu=False))
 def test_compiled_layer_reads_nothing_back(kernel):
     name, device, dtype = kernel
     *qkv, grad = inputs(device, dtype)
@@ -161,6 +163,19 @@ def test_compiled_layer_reads_nothing_back(kernel):
         step(second)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_backend_is_told_that_it_is_in_a_graph(monkeypatch):
+    """flex_fa4 refuses that."""
+    q, k, v, _ = inputs("cpu", torch.float32)
+    layout, told = PackedLayout.from_lengths([TOKENS]), []
+    monkeypatch.setattr(type(sdpa.BACKEND), "why_not", lambda _, call: told.append(call.compiled))
+    attend = partial(packed_attention, layout=layout, backend="sdpa")
+    choose.clear_cache()
+    attend(q, k, v)
+    torch.compile(attend, fullgraph=True, backend="eager")(q, k, v)
+    choose.clear_cache()
+    assert told == [False, True]
 
 
 def test_eager_flex_compiles_once_for_all_documents():

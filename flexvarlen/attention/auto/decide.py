@@ -9,9 +9,9 @@ The first available source of these gives the order in which kernels are tried:
 
 The first kernel that can serve the call is chosen; packages of later kernels are not imported. Its
 results are first compared with the reference, once for each kind of call and machine; a wrong
-kernel is skipped with a warning. Not compared are `sdpa`; `flex` and `flex_fa4` inside a compiled
-graph, as they cannot be compiled while a graph is traced; and kernels first called in a backward or
-during CUDA graph capture. A kernel of the Hub must have been compared even if the user names its
+kernel is skipped with a warning. Not compared are `sdpa`; `flex` inside a compiled graph, as it
+cannot be compiled while a graph is traced; and kernels first called in a backward or during CUDA
+graph capture. A kernel of the Hub must have been compared even if the user names its
 backend; so must, if possible, a backend on a kind of machine that it was never tried on
 (`must_be_checked`).
 """
@@ -106,13 +106,12 @@ def candidates(call: AttentionCall) -> tuple[str, ...]:
     return tuple(n for n in names if n in BACKENDS and refusal(n, call) is None)
 
 
-def order(call: AttentionCall, bucket: keys.Bucket | None, *, compiled: bool) -> Order:
+def order(call: AttentionCall, bucket: keys.Bucket | None) -> Order:
     """The order in which backends are tried.
 
     Args:
-        call: the kind of call.
+        call: the kind of call. In a compiled graph host time does not count.
         bucket: bucket of its sizes; None if they are not known.
-        compiled: whether it is inside a compiled graph, where host time does not count.
     """
     wasteful = call.needs_grad and bucket is not None and keys.is_wasteful(bucket)
     fixed = fixed_order(call, wasteful=wasteful)
@@ -122,7 +121,7 @@ def order(call: AttentionCall, bucket: keys.Bucket | None, *, compiled: bool) ->
         return Order(
             fixed, "by the built-in order, as a size is 0, or not known inside the compiled graph"
         )
-    by_host = not compiled and table.is_host_bound(call, 2 ** bucket[0])
+    by_host = not call.compiled and table.is_host_bound(call, 2 ** bucket[0])
     timings = _own_timings(call, bucket)
     if timings:
         why, times = f"measured on this machine ({cache_path()})", _times(timings)
@@ -143,7 +142,6 @@ def decide(
     bucket: keys.Bucket | None,
     mask: DocumentMask | None,
     *,
-    compiled: bool,
     check: bool = True,
 ) -> Decision:
     """Choose a backend for a kind of call, and say why; the caller caches the decision.
@@ -152,13 +150,12 @@ def decide(
         call: the kind of call.
         bucket: bucket of its sizes; None if they are not known.
         mask: the documents of the call; None inside a compiled graph.
-        compiled: as in `order`.
         check: whether to compare results that have not been compared yet.
 
     Raises:
         NotImplementedError: no backend can serve the call.
     """
-    tried = order(call, bucket, compiled=compiled)
+    tried = order(call, bucket)
     reasons, why, final = [], tried.why, True
     for name in tried.names:
         reason = refusal(name, call)

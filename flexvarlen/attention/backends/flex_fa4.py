@@ -19,9 +19,14 @@ class FlexFlashBackend:
     name = "flex_fa4"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Require FlashAttention-4; refuse LSE and determinism."""
+        """Require FlashAttention-4; refuse LSE, determinism and the user's compiled graphs."""
         if (missing := package_refusal(self.name, call.device)) is not None:
             return missing
+        if call.compiled:
+            return (
+                "flex_fa4 runs in eager mode only, because Inductor fails to compile its mask into "
+                "larger graphs (torch 2.11); use backend='flex' or 'fa4'."
+            )
         if call.sinks or call.return_lse:
             return (
                 "flex_fa4 supports neither LSE nor sinks (its LSE is off by ln 2 in torch 2.11 and "

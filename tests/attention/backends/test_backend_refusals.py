@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from flexvarlen import PackedLayout, packed_attention, why_not
-from flexvarlen.attention.backends import fa4_package
+from flexvarlen.attention.backends import fa4_package, flex_fa4
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.env import FA4_FOLDER, FA4_KEEPS
 from tests.sentences import (  # noqa: F401
@@ -232,6 +232,13 @@ def test_what_the_kernel_behind_varlen_lacks(monkeypatch, behind, kind, reason):
     monkeypatch.setattr(varlen, "flash_attention_impl", lambda: behind)
     assert re.search(reason, varlen.BACKEND.why_unsupported(call))
     assert varlen.BACKEND.why_unsupported(call._replace(needs_grad=False)) is None
+
+
+def test_flex_fa4_refuses_compiled_graphs(monkeypatch, hopper):
+    monkeypatch.setattr(flex_fa4, "package_refusal", lambda *_: None)
+    assert why_not("flex_fa4", device=hopper, dtype=torch.bfloat16) is None
+    reason = why_not("flex_fa4", device=hopper, dtype=torch.bfloat16, compiled=True)
+    assert reason.startswith("flex_fa4 runs in eager mode only")
 
 
 @pytest.mark.gpu
