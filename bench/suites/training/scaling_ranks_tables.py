@@ -145,7 +145,10 @@ def trainer_table(records: Sequence[Record]) -> Table:
         PEAK,
     ]
     row = f"FSDP2, a row of {records[0].case['tokens']:,} tokens over all GPUs, "
-    note = "SFTTrainer's loss needs no logits of the row; Trainer was without `loss_chunk_tokens`."
+    note = (
+        "SFTTrainer's loss needs no logits of the row; Trainer's neither since commit c22bee6, by "
+        "`loss_chunk_tokens`. Four GPUs were measured before."
+    )
     ordered = sorted(records, key=lambda r: (r.case["variant"], r.case["ranks"]))
     return Table.of(ordered, columns, _title(records, row), notes=[note])
 

@@ -161,7 +161,7 @@ def test_one_graph_for_any_documents_on_a_gpu(backend, form, monkeypatch):
     monkeypatch.setattr(launch, "SHORT_ROW", 0)  # layouts are launched for as in long rows
     where = {"dtype": torch.bfloat16, "device": "cuda", "head_dim": 64}
     call = {"device": "cuda", "dtype": torch.bfloat16, "num_heads": 6, "num_kv_heads": 2}
-    reason = None if backend == "auto" else fv.why_not(backend, window=9, **call)
+    reason = None if backend == "auto" else fv.why_not(backend, window=9, compiled=True, **call)
     if reason is not None:
         pytest.skip(reason)
     check("qwen3_windows", backend, form, "inductor", train=True, **where)
@@ -198,7 +198,7 @@ def test_cuda_graphs_see_other_documents(backend):
     """`mode="reduce-overhead"`: the graph is replayed on rows of other documents."""
     torch._dynamo.reset()
     call = {"device": "cuda", "dtype": torch.bfloat16, "num_heads": 6, "num_kv_heads": 2}
-    reason = fv.why_not(backend, window=9, **call)
+    reason = fv.why_not(backend, window=9, compiled=True, **call)
     if reason is not None:
         pytest.skip(reason)
     model = new_model("qwen3_windows", head_dim=64).to("cuda", torch.bfloat16)
