@@ -114,7 +114,6 @@ def packed_attention(
         batch_invariant=batch_invariant,
         return_lse=return_lse,
         past_int32=is_past_int32(layout, mask.layout_k, num_heads, head_dim),
-        compiled=torch.compiler.is_compiling(),
     )
     chosen = get_backend(choose(our_name(backend), call, mask))
     if layout.total_tokens == 0 or mask.layout_k.total_tokens == 0:

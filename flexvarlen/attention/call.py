@@ -6,7 +6,7 @@ self-attention), H = num_heads, Hkv = num_kv_heads, D = head_dim.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ class AttentionCall(NamedTuple):
         return_lse: the log-sum-exp of the scores is returned too.
         past_int32: the queries, or the keys repeated for each query head, have `INT32_ELEMENTS` or
             more elements: some kernels index with 32 bits.
-        compiled: it is part of a graph that the user compiles.
+        graph: the compiled graph in which its backend is chosen: with a backward ("training") or
+            without ("inference"); None in eager mode.
     """
 
     device: torch.device
@@ -54,7 +55,7 @@ class AttentionCall(NamedTuple):
     batch_invariant: bool = False
     return_lse: bool = False
     past_int32: bool = False
-    compiled: bool = False
+    graph: Literal["training", "inference"] | None = None
 
     @property
     def ordered_backward(self) -> bool:
@@ -64,6 +65,10 @@ class AttentionCall(NamedTuple):
     def kind(self) -> AttentionCall:
         """The call with the default scale, as the choice of a backend does not depend on it."""
         return self._replace(scale=self.head_dim**-0.5)
+
+    def in_graph(self) -> AttentionCall:
+        """The same call inside a compiled graph."""
+        return self._replace(graph="training" if self.needs_grad else "inference")
 
 
 def attention_call(
@@ -82,7 +87,6 @@ def attention_call(
     batch_invariant: bool | None,
     return_lse: bool = False,
     past_int32: bool = False,
-    compiled: bool = False,
 ) -> AttentionCall:
     """The call that `packed_attention`, `why_not` and `explain` ask a backend about.
 
@@ -111,7 +115,6 @@ def attention_call(
         resolve_flag(BATCH_INVARIANT, batch_invariant),
         return_lse,
         past_int32,
-        compiled,
     )
 
 

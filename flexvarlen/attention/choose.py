@@ -114,9 +114,11 @@ def _choose_in_graph(backend: str, call: AttentionCall, mask: DocumentMask) -> s
     sizes = sizes_in_graph(mask) if backend == "auto" else ()
     softcap = None if call.softcap is None else 1.0  # its value does not affect the choice
     device, flags = call.device, tuple(call[8:])
+    # "auto" chooses for a model in training mode as if a backward followed.
+    has_backward = call.needs_grad and torch.is_grad_enabled()
     name: str = _choose_constant(
         *(backend, device.type, device.index, call.dtype, heads),
-        *(tuple(call.spec.as_ints()), softcap, flags, sizes),
+        *(tuple(call.spec.as_ints()), softcap, flags, sizes, has_backward),
     )
     return name
 
@@ -132,10 +134,12 @@ def _choose_constant(
     softcap: float | None,
     flags: tuple[Any, ...],
     sizes: Sizes,
+    has_backward: bool,
 ) -> str:
     """As `choose`, but takes only constants: Dynamo runs it while tracing."""
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
     call = AttentionCall(device, dtype, *heads, MaskSpec.from_ints(spec), 1.0, softcap, *flags)
+    call = call._replace(graph="training" if has_backward else "inference")
     if backend == "auto":
         return decision_for(call, sizes, None).backend
     _require_usable(backend, call, None)

@@ -158,7 +158,7 @@ def explain(
     if measure and sizes_bucket is not None:
         measure_kernels(call, sizes_bucket, mask)
         forget_decisions()
-    in_graph = call._replace(compiled=True)
+    in_graph = call.in_graph()
     eager, compiled = (decide(x, sizes_bucket, mask, check=False) for x in (call, in_graph))
     tried = order(in_graph, sizes_bucket)
     found = [_candidate(name, call, tried) for name in BACKENDS]

@@ -16,9 +16,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from flexvarlen import PackedLayout, packed_attention
-from flexvarlen.attention import choose
-from flexvarlen.attention.backends import sdpa
+from flexvarlen import PackedLayout, packed_attention, why_not
 from tests import malformed_boundaries, oracle
 from tests.attention.accuracy import assert_right
 from tests.backends import FLASH, differentiable, kernels, with_values
@@ -32,7 +30,7 @@ HEADS = (6, 2)
 compiled_kernels = [
     *kernels("sdpa", gpu=False),
     *kernels("reference", "flex"),
-    *kernels(*FLASH, "nested", cpu=False),
+    *kernels("flex_fa4", *FLASH, "nested", cpu=False),
 ]
 
 
@@ -147,7 +145,7 @@ def test_other_documents_compile_nothing_again(kernel, way, mask):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", kernels("flex", *FLASH, cpu=False))
+@pytest.mark.parametrize("kernel", kernels("flex", "flex_fa4", *FLASH, cpu=False))
 def test_compiled_layer_reads_nothing_back(kernel):
     name, device, dtype = kernel
     *qkv, grad = inputs(device, dtype)
@@ -165,17 +163,22 @@ def test_compiled_layer_reads_nothing_back(kernel):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_backend_is_told_that_it_is_in_a_graph(monkeypatch):
-    """flex_fa4 refuses that."""
-    q, k, v, _ = inputs("cpu", torch.float32)
-    layout, told = PackedLayout.from_lengths([TOKENS]), []
-    monkeypatch.setattr(type(sdpa.BACKEND), "why_not", lambda _, call: told.append(call.compiled))
-    attend = partial(packed_attention, layout=layout, backend="sdpa")
-    choose.clear_cache()
-    attend(q, k, v)
-    torch.compile(attend, fullgraph=True, backend="eager")(q, k, v)
-    choose.clear_cache()
-    assert told == [False, True]
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", kernels("flex", "flex_fa4", *FLASH, "cudnn", cpu=False))
+def test_compiled_without_gradients(kernel):
+    """Inductor removes what no kernel that it knows reads, unless a backward needs it."""
+    name, device, dtype = kernel
+    documents, (q, k, v, _) = packings()[-1], inputs(device, dtype)
+    options = {"backend": name}
+    compiled = torch.compile(layout_inside, fullgraph=True)
+    call = {"device": device, "dtype": dtype, "num_heads": HEADS[0], "num_kv_heads": HEADS[1]}
+    reason = why_not(name, compiled=True, needs_grad=False, **call)
+    if reason is not None:
+        pytest.skip(reason)
+    with torch.no_grad():
+        found = compiled(q, k, v, boundaries(documents, device), options)
+        expected = layout_inside(q, k, v, boundaries(documents, device), options)
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
 
 
 def test_eager_flex_compiles_once_for_all_documents():

@@ -53,8 +53,8 @@ def taken_by_auto(
     for kind in ModelParts.of(model).kinds:
         mask = fv.DocumentMask.of(layout, causal=kind.causal, window=kind.window, chunk=kind.chunk)
         call = kind.call(layout.device, dtype or model.dtype, needs_grad=needs_grad)
-        call = call._replace(spec=mask.spec, compiled=compiled)
-        decision = decision_for(call, sizes(mask), mask)
+        call = call._replace(spec=mask.spec)
+        decision = decision_for(call.in_graph() if compiled else call, sizes(mask), mask)
         found[kind.layer_type] = decision.backend
     return ", ".join(dict.fromkeys(found.values()))
 

@@ -9,9 +9,9 @@ The first available source of these gives the order in which kernels are tried:
 
 The first kernel that can serve the call is chosen; packages of later kernels are not imported. Its
 results are first compared with the reference, once for each kind of call and machine; a wrong
-kernel is skipped with a warning. Not compared are `sdpa`; `flex` inside a compiled graph, as it
-cannot be compiled while a graph is traced; and kernels first called in a backward or during CUDA
-graph capture. A kernel of the Hub must have been compared even if the user names its
+kernel is skipped with a warning. Not compared are `sdpa`; `flex` and `flex_fa4` inside a compiled
+graph, as they cannot be compiled while a graph is traced; and kernels first called in a backward or
+during CUDA graph capture. A kernel of the Hub must have been compared even if the user names its
 backend; so must, if possible, a backend on a kind of machine that it was never tried on
 (`must_be_checked`).
 """
@@ -121,7 +121,7 @@ def order(call: AttentionCall, bucket: keys.Bucket | None) -> Order:
         return Order(
             fixed, "by the built-in order, as a size is 0, or not known inside the compiled graph"
         )
-    by_host = not call.compiled and table.is_host_bound(call, 2 ** bucket[0])
+    by_host = call.graph is None and table.is_host_bound(call, 2 ** bucket[0])
     timings = _own_timings(call, bucket)
     if timings:
         why, times = f"measured on this machine ({cache_path()})", _times(timings)

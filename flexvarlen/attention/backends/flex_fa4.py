@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -19,13 +21,13 @@ class FlexFlashBackend:
     name = "flex_fa4"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Require FlashAttention-4; refuse LSE, determinism and the user's compiled graphs."""
+        """Require FlashAttention-4; refuse LSE, determinism, and graphs that lose the mask."""
         if (missing := package_refusal(self.name, call.device)) is not None:
             return missing
-        if call.compiled:
+        if call.graph == "inference" and not _inductor_keeps_masks():
             return (
-                "flex_fa4 runs in eager mode only, because Inductor fails to compile its mask into "
-                "larger graphs (torch 2.11); use backend='flex' or 'fa4'."
+                "flex_fa4 needs torch 2.13 in a compiled graph without gradients, as Inductor "
+                "removes its mask there; use backend='flex' or 'fa4'."
             )
         if call.sinks or call.return_lse:
             return (
@@ -60,6 +62,18 @@ class FlexFlashBackend:
     ) -> tuple[Tensor, Tensor | None]:
         """Call FlexAttention once for all documents and heads."""
         return flex(q_THD, k_THD, v_THD, call, mask, plan, "FLASH", with_lse=False)
+
+
+@cache
+def _inductor_keeps_masks() -> bool:
+    """Whether Inductor knows that the kernel reads the mask's tensors.
+
+    Otherwise it removes those that the same graph computes, and fails (pytorch pull request
+    182002). A graph with a backward saves them for it.
+    """
+    from torch._inductor.kernel.flex import common
+
+    return hasattr(common, "realize_captures_for_cutedsl")
 
 
 BACKEND = FlexFlashBackend()

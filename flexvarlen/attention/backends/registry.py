@@ -171,7 +171,7 @@ def why_not(
             documents are trees. `align` matters only with `cross`.
         total_tokens: length of the longer of the query and key rows; 0: short enough for every
             kernel.
-        compiled: whether the call is part of a graph that you compile.
+        compiled: whether the call is inside a graph that you compile.
         softcap, sinks, deterministic, batch_invariant, return_lse: as in `packed_attention`; if
             None, the environment variables apply.
         needs_grad: whether a backward will follow; False for tensors that require no gradient and
@@ -206,9 +206,8 @@ def why_not(
         batch_invariant=batch_invariant,
         return_lse=return_lse,
         past_int32=total_tokens * num_heads * head_dim >= INT32_ELEMENTS,
-        compiled=compiled,
     )
-    return refusal(our_name(name), call)
+    return refusal(our_name(name), call.in_graph() if compiled else call)
 
 
 def available_backends(

@@ -119,7 +119,7 @@ def test_kernels_launched_for_the_longest_that_may_come():
     assert keys.is_wasteful(keys.bucket((8, 8, 8, 1, keys._OWN, *wasteful)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "_own_timings", lambda call, sizes: {})
-        assert auto.order(call._replace(compiled=True), sizes).names[0] == "flex"
+        assert auto.order(call.in_graph(), sizes).names[0] == "flex"
     long = a_layout(30, 34, tokens=SHORT_ROW + 1, bound=SHORT_ROW + 1)
     for layout, launch in ((long, keys._OWN), (a_layout(), keys._BOUNDS)):
         assert keys.sizes(DocumentMask.of(layout))[-1] == launch

@@ -12,6 +12,8 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flexvarlen as fv
+from flexvarlen.attention import choose
+from flexvarlen.attention.backends import sdpa
 from flexvarlen.layout import launch_sizes as launch
 from flexvarlen.patches.models import rope as rotary
 from tests import forms
@@ -161,10 +163,32 @@ def test_one_graph_for_any_documents_on_a_gpu(backend, form, monkeypatch):
     monkeypatch.setattr(launch, "SHORT_ROW", 0)  # layouts are launched for as in long rows
     where = {"dtype": torch.bfloat16, "device": "cuda", "head_dim": 64}
     call = {"device": "cuda", "dtype": torch.bfloat16, "num_heads": 6, "num_kv_heads": 2}
-    reason = None if backend == "auto" else fv.why_not(backend, window=9, compiled=True, **call)
+    reason = None if backend == "auto" else fv.why_not(backend, window=9, **call)
     if reason is not None:
         pytest.skip(reason)
     check("qwen3_windows", backend, form, "inductor", train=True, **where)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "auto"])
+def test_a_backend_is_asked_about_the_graph(backend, monkeypatch):
+    """In training mode "auto" asks as if a backward followed, but no graph without gradients has
+    one."""
+    asked = set()
+    monkeypatch.setattr(type(sdpa.BACKEND), "why_not", lambda _, call: asked.add(call.graph))
+    model = fv.patch_model(new_model("llama"), backend).train()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    row = forms.row_of(list(LENGTHS))
+    for run, gradients, graph in (
+        (model, True, None),
+        (compiled, True, "training"),
+        (compiled, False, "inference"),
+    ):
+        choose.clear_cache()
+        asked.clear()
+        with torch.set_grad_enabled(gradients):
+            run(row.ids, **forms.given("position_ids", row))
+        assert asked == {graph}
+    choose.clear_cache()
 
 
 def test_rotary_tables_are_kept_in_long_rows():
@@ -198,7 +222,7 @@ def test_cuda_graphs_see_other_documents(backend):
     """`mode="reduce-overhead"`: the graph is replayed on rows of other documents."""
     torch._dynamo.reset()
     call = {"device": "cuda", "dtype": torch.bfloat16, "num_heads": 6, "num_kv_heads": 2}
-    reason = fv.why_not(backend, window=9, compiled=True, **call)
+    reason = fv.why_not(backend, window=9, **call)
     if reason is not None:
         pytest.skip(reason)
     model = new_model("qwen3_windows", head_dim=64).to("cuda", torch.bfloat16)
