@@ -87,8 +87,8 @@ def patch_trainer(
             RLOO: `vllm_max_model_length`), twice that for the pairs of DPO. Reward
             models, which score documents, keep rows of their own size.
         tokens_per_part: tokens of a part at most, at least 1; None: a tree for each micro-batch.
-        loss_chunk_tokens: as in `patch_model`, for transformers' Trainer; SFTTrainer has
-            `loss_type="chunked_nll"` of its own.
+        loss_chunk_tokens: as in `patch_model`, for transformers' Trainer; SFTTrainer's default
+            loss computes no logits of the whole row.
         mlp_chunk_tokens: as in `patch_model`, for any trainer. Reference, teacher and reward models
             that do not support it run their MLPs whole.
         context_parallel: number of processes that share a row, a divisor of their total number.
@@ -203,8 +203,8 @@ def _check_own_loss(trainer: Any) -> None:
     if any(each.__module__.startswith("trl.") for each in type(trainer).__mro__):
         raise ValueError(
             "loss_chunk_tokens is for transformers' Trainer, got TRL's "
-            f"{type(trainer).__name__}, which scores tokens itself; remove it (SFTConfig has "
-            "loss_type='chunked_nll')."
+            f"{type(trainer).__name__}, which scores tokens itself; remove it "
+            "(SFTTrainer's default loss computes no logits of the whole row)."
         )
     given = [name for name, is_set in settings_that_read_logits(trainer).items() if is_set]
     if given:

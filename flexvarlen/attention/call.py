@@ -37,8 +37,8 @@ class AttentionCall(NamedTuple):
         return_lse: the log-sum-exp of the scores is returned too.
         past_int32: the queries, or the keys repeated for each query head, have `INT32_ELEMENTS` or
             more elements: some kernels index with 32 bits.
-        graph: the compiled graph in which its backend is chosen: with a backward ("training") or
-            without ("inference"); None in eager mode.
+        graph: set while a backend is chosen inside a compiled graph: "training" if it holds a
+            backward of this call, else "inference". None in eager mode.
     """
 
     device: torch.device

@@ -20,21 +20,22 @@ from flexvarlen.env import torch_state
 from flexvarlen.mask.document_mask import DocumentMask
 from flexvarlen.mask.spec import MaskSpec
 
-_MOST_ENTRIES = 4096
+_MAX_ENTRIES = 4096
 
-_table: dict[tuple[object, ...], Decision] = {}
+_choices: dict[tuple[object, ...], Decision] = {}
 """Keys: requested backend, call, bucket of sizes (for "auto"), and torch's global settings."""
 
 _log = logging.getLogger("flexvarlen")
 
 
-def choose(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
+def choose(backend: str, call: AttentionCall, mask: DocumentMask, *, training: bool = False) -> str:
     """Return the name of a backend that can serve the call.
 
     Args:
         backend: a name of `BACKENDS`, or "auto".
         call: the call.
         mask: its documents.
+        training: let "auto" assume a backward, even if this call has none.
 
     Raises:
         ValueError: no backend has that name.
@@ -43,12 +44,14 @@ def choose(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
     A cached choice takes a few microseconds. Traces under `fullgraph=True` as a constant.
     """
     if torch.compiler.is_compiling():
-        return _choose_in_graph(backend, call, mask)
+        return _choose_in_graph(backend, call, mask, training)
     if backend != "auto":
         key: tuple[object, ...] = (backend, call, None, torch_state())
-        if key not in _table and _require_usable(backend, call, mask):
+        if key not in _choices and _require_usable(backend, call, mask):
             _remember(key, Decision(backend, "named", checked=True))
         return backend
+    if training:
+        call = call._replace(needs_grad=True)
     return decision_for(call, sizes(mask), mask).backend
 
 
@@ -65,14 +68,14 @@ def decision_for(call: AttentionCall, sizes: Sizes, mask: DocumentMask | None) -
     """
     sizes_bucket = None if 0 in sizes else bucket(sizes)
     key = ("auto", call, sizes_bucket, torch_state())
-    known = _table.get(key)
+    known = _choices.get(key)
     if known is not None:
         return known
     kind = call.kind()
     kind_key = ("auto", kind, sizes_bucket, torch_state())
-    known = _table.get(kind_key) or auto.decide(kind, sizes_bucket, mask)
+    known = _choices.get(kind_key) or auto.decide(kind, sizes_bucket, mask)
     if known.checked:
-        if kind_key not in _table:
+        if kind_key not in _choices:
             _log.info("auto takes %s for %s: %s", known.backend, describe(call), known.why)
         _remember(kind_key, known)
         _remember(key, known)
@@ -80,8 +83,8 @@ def decision_for(call: AttentionCall, sizes: Sizes, mask: DocumentMask | None) -
 
 
 def forget_decisions() -> None:
-    """Forget the choices of "auto", as measurements have changed."""
-    _table.clear()
+    """Forget all choices: those of "auto" may change with new measurements."""
+    _choices.clear()
 
 
 def clear_cache() -> None:
@@ -91,9 +94,9 @@ def clear_cache() -> None:
 
 
 def _remember(key: tuple[object, ...], decision: Decision) -> None:
-    if len(_table) >= _MOST_ENTRIES:
-        _table.clear()
-    _table[key] = decision
+    if len(_choices) >= _MAX_ENTRIES:
+        _choices.clear()
+    _choices[key] = decision
 
 
 def _require_usable(backend: str, call: AttentionCall, mask: DocumentMask | None) -> bool:
@@ -108,17 +111,16 @@ def _require_usable(backend: str, call: AttentionCall, mask: DocumentMask | None
     return auto.check_named(backend, call, mask)
 
 
-def _choose_in_graph(backend: str, call: AttentionCall, mask: DocumentMask) -> str:
+def _choose_in_graph(backend: str, call: AttentionCall, mask: DocumentMask, training: bool) -> str:
     # index() specializes dynamic head counts (dynamic=True) and adds a guard.
     heads = (index(call.num_heads), index(call.num_kv_heads), index(call.head_dim))
     sizes = sizes_in_graph(mask) if backend == "auto" else ()
     softcap = None if call.softcap is None else 1.0  # its value does not affect the choice
-    device, flags = call.device, tuple(call[8:])
-    # "auto" chooses for a model in training mode as if a backward followed.
-    has_backward = call.needs_grad and torch.is_grad_enabled()
+    device, graph = call.device, "training" if call.needs_grad else "inference"
+    flags = (*call[8:-1], graph)  # sinks and all after it
     name: str = _choose_constant(
         *(backend, device.type, device.index, call.dtype, heads),
-        *(tuple(call.spec.as_ints()), softcap, flags, sizes, has_backward),
+        *(tuple(call.spec.as_ints()), softcap, flags, sizes, training),
     )
     return name
 
@@ -134,13 +136,13 @@ def _choose_constant(
     softcap: float | None,
     flags: tuple[Any, ...],
     sizes: Sizes,
-    has_backward: bool,
+    training: bool,
 ) -> str:
     """As `choose`, but takes only constants: Dynamo runs it while tracing."""
     device = torch.device(device_type if device_index is None else f"{device_type}:{device_index}")
     call = AttentionCall(device, dtype, *heads, MaskSpec.from_ints(spec), 1.0, softcap, *flags)
-    call = call._replace(graph="training" if has_backward else "inference")
     if backend == "auto":
+        call = call._replace(needs_grad=call.needs_grad or training)
         return decision_for(call, sizes, None).backend
     _require_usable(backend, call, None)
     return backend

@@ -268,10 +268,8 @@ class PackedForward:
 
     def _backend_for(self, kind: LayerKind, call: AttentionCall, mask: DocumentMask) -> Backend:
         requested = chosen_for(self.backend, kind.layer_type)
-        if requested == "auto" and self.training:
-            call = call._replace(needs_grad=True)
         try:
-            name = choose(requested, call, mask)
+            name = choose(requested, call, mask, training=self.training)
         except NotImplementedError as refusal:
             if requested == "auto":
                 sentence = f"The {kind.layer_type} layers: {refusal}"

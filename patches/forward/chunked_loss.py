@@ -91,7 +91,7 @@ def _check_call(module: Any, kwargs: dict[str, Any]) -> None:
     if has_fused_head_of_trl(module):
         raise NotImplementedError(
             "loss_chunk_tokens must be None in a trainer of TRL with a head that computes no "
-            "logits itself, as loss_type='chunked_nll' has; call patch_model without it."
+            "logits itself, as SFTTrainer's; call patch_model without it."
         )
     kept = kwargs.get("logits_to_keep")
     if kept is not None and (isinstance(kept, Tensor) or kept != 0):

@@ -166,7 +166,7 @@ def test_compiled_layer_reads_nothing_back(kernel):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", kernels("flex", "flex_fa4", *FLASH, "cudnn", cpu=False))
 def test_compiled_without_gradients(kernel):
-    """Inductor removes what no kernel that it knows reads, unless a backward needs it."""
+    """Inductor frees what it does not know a kernel to read, unless the backward saves it."""
     name, device, dtype = kernel
     documents, (q, k, v, _) = packings()[-1], inputs(device, dtype)
     options = {"backend": name}

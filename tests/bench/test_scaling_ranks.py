@@ -33,7 +33,6 @@ def recorded(name, finding):
     return Record("scaling-ranks", case, finding.status, finding.reason, finding.measures, {})
 
 
-@pytest.mark.slow  # tests/parallel/test_documents.py holds the losses
 @pytest.mark.usefixtures("process_group")
 def test_two_ranks_learn_from_a_document_what_one_does():
     """The launch, too: torchrun, the child, its file."""

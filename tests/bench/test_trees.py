@@ -171,7 +171,7 @@ def test_a_chain_is_timed_beside_its_segments_as_documents(tmp_path):
     assert [r.measures["checked_samples"] for r in records] == [4, 8]
 
 
-@pytest.mark.slow  # tests/patches/forward/test_tree_parts.py holds the gradients
+@pytest.mark.slow  # tests/patches/forward/test_tree_parts.py checks the gradients
 def test_parts_give_the_gradients_of_packed_rows(tmp_path):
     records = records_of(SUITE, tmp_path, cases="qwen3-tiny-parts")
     assert [r.status for r in records] == ["ok"] * 4

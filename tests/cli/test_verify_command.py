@@ -140,7 +140,7 @@ def test_options_reach_the_check():
 def test_backend_without_a_backward_says_so(monkeypatch):
     """As flex on the CPU, whose kernels take longer to compile than what this looks at."""
     refusal = "sdpa has no backward on the CPU"
-    monkeypatch.setattr("flexvarlen.attention.choose._table", {})  # it was asked before
+    monkeypatch.setattr("flexvarlen.attention.choose._choices", {})  # it was asked before
     monkeypatch.setattr(SdpaBackend, "why_not", lambda _, call: refusal * call.needs_grad or None)
     result = run("--backend", "sdpa")
     assert result.exit_code == 0, result.output

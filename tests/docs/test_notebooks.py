@@ -25,7 +25,7 @@ def test_seven_pairs_are_found():
     assert [script.name[0] for script in SCRIPTS] == list("1234567")
 
 
-# The same calls on other models: test_examples_train.py, test_examples_preference.py, test_docs.py.
+# Most of their calls also run in test_docs.py, test_examples_train.py and ..._preference.py.
 SLOW = [script for script in SCRIPTS if script.name[0] in "23567"]
 
 

@@ -24,11 +24,11 @@ def attends(
     compiled: bool = False,
     needs_grad: bool = True,
 ) -> str | None:
-    """The backend that attends to a row; "auto" is resolved, and measures if it has not yet.
+    """The backend that attends to a row; "auto" is resolved, and its kernel checked if it was not.
 
-    Call it before anything is compiled: inside a graph nothing is measured. None for transformers'
-    own, for "auto" from position_ids, whose sizes are known in the graph only, and for "auto" where
-    the documents are not packed.
+    Call it before anything is compiled: inside a graph flex's kernels are not checked. None for
+    transformers' own, for "auto" from position_ids, whose sizes are known in the graph only, and
+    for "auto" where the documents are not packed.
     """
     if variant.theirs:
         return None

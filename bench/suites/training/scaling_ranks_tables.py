@@ -146,8 +146,8 @@ def trainer_table(records: Sequence[Record]) -> Table:
     ]
     row = f"FSDP2, a row of {records[0].case['tokens']:,} tokens over all GPUs, "
     note = (
-        "SFTTrainer's loss needs no logits of the row; Trainer's neither since commit c22bee6, by "
-        "`loss_chunk_tokens`. Four GPUs were measured before."
+        "SFTTrainer's loss needs no logits of the whole row, nor does Trainer's with "
+        "`loss_chunk_tokens`, on one and two GPUs here; Trainer on four was measured without it."
     )
     ordered = sorted(records, key=lambda r: (r.case["variant"], r.case["ranks"]))
     return Table.of(ordered, columns, _title(records, row), notes=[note])

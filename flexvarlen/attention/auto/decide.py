@@ -110,7 +110,7 @@ def order(call: AttentionCall, bucket: keys.Bucket | None) -> Order:
     """The order in which backends are tried.
 
     Args:
-        call: the kind of call. In a compiled graph host time does not count.
+        call: the kind of call. Inside a compiled graph, kernels are ordered by device time alone.
         bucket: bucket of its sizes; None if they are not known.
     """
     wasteful = call.needs_grad and bucket is not None and keys.is_wasteful(bucket)

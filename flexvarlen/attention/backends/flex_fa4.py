@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -14,6 +13,10 @@ from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.block_mask import block_mask_of
 from flexvarlen.mask.document_mask import DocumentMask
 
+_INDUCTOR_KEEPS_MASKS = Version(torch.__version__) >= Version("2.13")
+"""Before, Inductor frees mask tensors that the same graph computes before the kernel reads them,
+unless the backward of this attention saves them (pytorch issue 181800)."""
+
 
 class FlexFlashBackend:
     """FlexAttention on FlashAttention-4's kernels."""
@@ -21,13 +24,13 @@ class FlexFlashBackend:
     name = "flex_fa4"
 
     def why_not(self, call: AttentionCall) -> str | None:
-        """Require FlashAttention-4; refuse LSE, determinism, and graphs that lose the mask."""
+        """Require FlashAttention-4; refuse LSE, determinism and graphs that lose the mask."""
         if (missing := package_refusal(self.name, call.device)) is not None:
             return missing
-        if call.graph == "inference" and not _inductor_keeps_masks():
+        if call.graph == "inference" and not _INDUCTOR_KEEPS_MASKS:
             return (
-                "flex_fa4 needs torch 2.13 in a compiled graph without gradients, as Inductor "
-                "removes its mask there; use backend='flex' or 'fa4'."
+                "flex_fa4 needs torch 2.13 or later in a compiled graph without gradients, as "
+                "earlier releases free its mask too early there; use backend='flex' or 'fa4'."
             )
         if call.sinks or call.return_lse:
             return (
@@ -62,18 +65,6 @@ class FlexFlashBackend:
     ) -> tuple[Tensor, Tensor | None]:
         """Call FlexAttention once for all documents and heads."""
         return flex(q_THD, k_THD, v_THD, call, mask, plan, "FLASH", with_lse=False)
-
-
-@cache
-def _inductor_keeps_masks() -> bool:
-    """Whether Inductor knows that the kernel reads the mask's tensors.
-
-    Otherwise it removes those that the same graph computes, and fails (pytorch pull request
-    182002). A graph with a backward saves them for it.
-    """
-    from torch._inductor.kernel.flex import common
-
-    return hasattr(common, "realize_captures_for_cutedsl")
 
 
 BACKEND = FlexFlashBackend()

@@ -171,7 +171,8 @@ def why_not(
             documents are trees. `align` matters only with `cross`.
         total_tokens: length of the longer of the query and key rows; 0: short enough for every
             kernel.
-        compiled: whether the call is inside a graph that you compile.
+        compiled: whether the call is inside your own torch.compile graph; with needs_grad=False,
+            one without a backward.
         softcap, sinks, deterministic, batch_invariant, return_lse: as in `packed_attention`; if
             None, the environment variables apply.
         needs_grad: whether a backward will follow; False for tensors that require no gradient and

@@ -58,7 +58,7 @@ def test_no_choice_is_kept_while_a_kernel_waits_for_its_check(local_kernels, mon
     reentrant("auto")
     layout, leaves = row()
     fv.packed_attention(*leaves, layout)
-    taken = {key[1].needs_grad: x.backend for key, x in choose._table.items() if key[0] == "auto"}
+    taken = {key[1].needs_grad: x.backend for key, x in choose._choices.items() if key[0] == "auto"}
     assert taken == {False: "fa3", True: "fa3"}
 
 

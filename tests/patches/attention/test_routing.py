@@ -79,9 +79,9 @@ def asked_of_auto(monkeypatch):
     """What "auto" is resolved for, call by call: sdpa for full layers, reference for sliding."""
     asked = []
 
-    def choose(backend, call, mask):
+    def choose(backend, call, mask, *, training):
         assert backend == "auto"
-        asked.append(call)
+        asked.append(call._replace(needs_grad=call.needs_grad or training))
         return "sdpa" if call.spec.left == -1 else "reference"
 
     monkeypatch.setattr(packed_forward, "choose", choose)
@@ -277,7 +277,7 @@ def test_a_model_of_one_kind_of_layers_gets_the_refusal_as_it_is():
 
 
 def test_auto_without_a_candidate_names_the_layers(monkeypatch):
-    def choose(backend, call, mask):
+    def choose(backend, call, mask, *, training):
         if call.spec.left == 8:
             raise NotImplementedError("no backend can serve this call.")
         return "sdpa"
@@ -342,7 +342,7 @@ def test_a_guessed_dtype_that_the_backend_refuses_is_no_refusal(monkeypatch):
         return None if call.dtype == torch.bfloat16 else "sdpa needs bf16; use backend='reference'."
 
     monkeypatch.setattr(backend, "why_not", only_half)
-    monkeypatch.setattr("flexvarlen.attention.choose._table", {})
+    monkeypatch.setattr("flexvarlen.attention.choose._choices", {})
     layout = fv.PackedLayout.from_lengths([5])
     packed = packed_forward.PackedForward(
         layout, "sdpa", deterministic=False, batch_invariant=False, kinds=(FULL,)

@@ -171,20 +171,21 @@ def test_one_graph_for_any_documents_on_a_gpu(backend, form, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["sdpa", "auto"])
 def test_a_backend_is_asked_about_the_graph(backend, monkeypatch):
-    """In training mode "auto" asks as if a backward followed, but no graph without gradients has
-    one."""
+    """Training mode makes "auto" assume a backward; a graph under no_grad has none."""
     asked = set()
     monkeypatch.setattr(type(sdpa.BACKEND), "why_not", lambda _, call: asked.add(call.graph))
     model = fv.patch_model(new_model("llama"), backend).train()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     row = forms.row_of(list(LENGTHS))
-    for run, gradients, graph in (
-        (model, True, None),
-        (compiled, True, "training"),
-        (compiled, False, "inference"),
+    for run, gradients, trainable, graph in (
+        (model, True, True, None),
+        (compiled, True, True, "training"),
+        (compiled, False, True, "inference"),
+        (compiled, True, False, "inference"),
     ):
         choose.clear_cache()
         asked.clear()
+        model.requires_grad_(trainable)
         with torch.set_grad_enabled(gradients):
             run(row.ids, **forms.given("position_ids", row))
         assert asked == {graph}

@@ -360,9 +360,9 @@ def test_auto_chooses_for_training_without_gradients_too(monkeypatch):
     """So that a trainer's reference model rounds as its policy does."""
     asked, choose = [], packed_forward.choose
 
-    def noting(name, call, mask):
-        asked.append(call.needs_grad)
-        return choose(name, call, mask)
+    def noting(name, call, mask, *, training):
+        asked.append(training)
+        return choose(name, call, mask, training=training)
 
     monkeypatch.setattr(packed_forward, "choose", noting)
     model = unpadding(model_with("CausalLM", "llama")).eval()
