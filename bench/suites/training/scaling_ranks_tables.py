@@ -145,10 +145,7 @@ def trainer_table(records: Sequence[Record]) -> Table:
         PEAK,
     ]
     row = f"FSDP2, a row of {records[0].case['tokens']:,} tokens over all GPUs, "
-    note = (
-        "SFTTrainer's loss needs no logits of the whole row, nor does Trainer's with "
-        "`loss_chunk_tokens`, on one and two GPUs here; Trainer on four was measured without it."
-    )
+    note = "All but Trainer on four GPUs compute the loss without the logits of the whole row."
     ordered = sorted(records, key=lambda r: (r.case["variant"], r.case["ranks"]))
     return Table.of(ordered, columns, _title(records, row), notes=[note])
 
