@@ -56,7 +56,7 @@ def flex(
     on_cpu = q_THD.device.type == "cpu"
     if on_cpu:  # torch rejects tensors that require grad on the CPU, even under no_grad
         q_THD, k_THD, v_THD = q_THD.detach(), k_THD.detach(), v_THD.detach()
-    q, k, v = _as_BHTD(q_THD), _as_BHTD(k_THD), _as_BHTD(v_THD)
+    q, k, v = (_as_BHTD(x, kernel) for x in (q_THD, k_THD, v_THD))
     options = FlexOptions(
         kernel,
         call.scale,
@@ -89,18 +89,19 @@ def flex(
     return out[0].transpose(0, 1), None if lse is None else lse[0]
 
 
-def _as_BHTD(x_THD: Tensor) -> Tensor:
-    """Return the tensor as `[1, H, T, D]`: a copy in three cases, otherwise a view."""
+def _as_BHTD(x_THD: Tensor, kernel: str) -> Tensor:
+    """Return the tensor as `[1, H, T, D]`, as a copy or a view."""
     if not torch.compiler.is_compiling():
         # Each order of strides would be compiled for, and partial rotary embeddings give another.
         x_THD = x_THD.contiguous()
+    elif x_THD.device.type == "cpu" or kernel == "FLASH":
+        # The C++ template does not accept views. Nor does FLASH: Inductor gives their first
+        # dimension a stride of 0, and then the output one of 1, which is not aligned. A clone of
+        # what is contiguous already would be a view again.
+        return x_THD.transpose(0, 1).repeat(1, 1, 1, 1)
     x_BHTD = x_THD.transpose(0, 1)[None]
-    if x_THD.numel() >= INT32_ELEMENTS:  # the templates of torch up to 2.13 would overflow offsets
-        return x_BHTD.contiguous()
-    # The C++ template does not accept views.
-    if x_THD.device.type == "cpu" and torch.compiler.is_compiling():
-        return x_BHTD.clone(memory_format=torch.contiguous_format)
-    return x_BHTD
+    # The templates of torch up to 2.13 would overflow offsets.
+    return x_BHTD.contiguous() if x_THD.numel() >= INT32_ELEMENTS else x_BHTD
 
 
 def _flex(

@@ -11,7 +11,7 @@ import torch
 import flexvarlen as fv
 from flexvarlen.attention.backends.registry import get_backend
 from flexvarlen.patches.batch import given
-from tests.backends import ON_GPU
+from tests.backends import ON_GPU, skip_if_refused
 from tests.tiny_models import LENGTHS, new_model, one_row
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy")
@@ -63,14 +63,12 @@ def test_no_value_is_read_whatever_the_depth(monkeypatch, backend, depth):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [name for name in ON_GPU if name != "cudnn"])
+@skip_if_refused
 def test_no_sync_on_a_gpu(backend):
     model = new_model("qwen3_windows", head_dim=64, num_hidden_layers=4)
     model = model.to("cuda", torch.bfloat16)
-    try:
-        fv.patch_model(model, backend)
-        forward = run(model, "cuda")
-    except NotImplementedError as refusal:
-        pytest.skip(str(refusal))
+    fv.patch_model(model, backend)
+    forward = run(model, "cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -13,6 +13,7 @@ import flexvarlen as fv
 from flexvarlen.reference.model import Float64, float64_model
 from flexvarlen.reference.recurrences import plain_recurrences
 from flexvarlen.trees.plan import plan_parts, segments_of
+from tests.backends import skip_if_refused
 from tests.contract_oracle import gradients_of
 from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.patches.forward.test_trees import samples
@@ -202,13 +203,11 @@ def assert_parts_as_accurate(model, plain, sizes=(256, 100)):
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "qwen3_windows"])
 @pytest.mark.parametrize("backend", ["flex", "flex_fa4", "varlen", "fa2", "fa3", "fa4", "sdpa"])
+@skip_if_refused
 def test_kernels_in_bf16(backend, family):
     model = new_model(family, head_dim=64).to("cuda", torch.bfloat16).train()
     plain = new_model(family, head_dim=64).to("cuda", torch.bfloat16)
-    try:
-        assert_parts_as_accurate(fv.patch_model(model, backend), plain)
-    except NotImplementedError as why:
-        pytest.skip(str(why))
+    assert_parts_as_accurate(fv.patch_model(model, backend), plain)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from flexvarlen.measure import watch_compilation
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.parts import ModelParts
-from tests.backends import ON_GPU
+from tests.backends import ON_GPU, skip_if_refused
 from tests.pairwise import sampled
 from tests.patches.models.contract import (
     CASES,
@@ -86,13 +86,11 @@ def test_packed_equals_one_by_one(name, form):
 
 
 @pytest.mark.gpu
+@skip_if_refused
 def test_packed_equals_one_by_one_in_bf16(name, backend, form):
     """A kernel that misreads the layout, or a window or head_dim of the family."""
     where = {"dtype": torch.bfloat16, "device": "cuda", "head_dim": 64}
-    try:
-        check_or_refused(name, backend, form, **where)
-    except NotImplementedError as refusal:
-        pytest.skip(str(refusal))
+    check_or_refused(name, backend, form, **where)
 
 
 # ---- isolation, undo ----

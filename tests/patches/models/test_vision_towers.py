@@ -12,7 +12,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 import flexvarlen as fv
 from flexvarlen.patches.attention.packed_forward import PackedForward
-from tests.backends import ON_GPU
+from tests.backends import ON_GPU, skip_if_refused
 from tests.contract_oracle import gradients_of
 from tests.oracle import assert_as_accurate, assert_gradients_as_accurate
 from tests.patches.models.contract import CASES, moved, with_wide_towers
@@ -58,13 +58,11 @@ def test_images_equal_image_by_image(name, checkpointing):
 @pytest.mark.parametrize("backend", ON_GPU)
 @pytest.mark.parametrize("head_dim", [64, 72, 80])  # 80 and 72 are those of the published towers
 @pytest.mark.parametrize("name", KINDS)
+@skip_if_refused
 def test_images_equal_image_by_image_in_bf16(name, head_dim, backend):
     """Images of one tower call see one another, or a kernel misreads a head_dim of 72 or 80."""
     model = copy.deepcopy(with_wide_towers(name, head_dim))
-    try:
-        check(model, backend)
-    except NotImplementedError as refusal:
-        pytest.skip(str(refusal))
+    check(model, backend)
 
 
 @pytest.mark.gpu
