@@ -34,20 +34,6 @@ def recorded(name, finding):
 
 
 @pytest.mark.usefixtures("process_group")
-def test_two_ranks_learn_from_a_document_what_one_does():
-    """The launch, too: torchrun, the child, its file."""
-    two = scaling_ranks.launch(CASES["sequence-2-one"], "sequence", CPU)
-    assert two.status == "ok"
-    status, _, one = measured("sequence-1-one", "sequence")
-    assert status == "ok"
-    for name in ("document_first_loss", "document_last_loss", "first_loss"):
-        assert two.measures[name] == pytest.approx(one[name], rel=1e-5)
-    assert one["document_last_loss"] < one["document_first_loss"]
-    text = scaling_ranks.SUITE.section([recorded("sequence-2-one", two)])
-    assert "one document of 160 tokens over all GPUs" in text
-
-
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize(
     ("name", "variants", "words"),
     [
@@ -91,7 +77,7 @@ def test_ranks_live_on_after_the_limit(monkeypatch, tmp_path):
     monkeypatch.setattr(scaling_ranks, "LIMIT_S", 0.5)
     monkeypatch.setattr(subprocess, "Popen", LimitedOnceRanksRun)
     with pytest.raises(subprocess.TimeoutExpired):
-        scaling_ranks.launch(CASES["sequence-2-one"], "sequence", CPU)
+        scaling_ranks.launch(CASES["sequence-2-cut"], "sequence", CPU)
     ranks = [int(path.name) for path in (tmp_path / "ranks").iterdir()]
     assert len(ranks) == 2
     for rank in ranks:
@@ -102,7 +88,7 @@ def test_ranks_live_on_after_the_limit(monkeypatch, tmp_path):
 def test_too_few_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(Unsupported, match="needs 2 GPUs, has 1"):
-        scaling_ranks.launch(CASES["sequence-2-one"], "sequence", torch.device("cuda"))
+        scaling_ranks.launch(CASES["sequence-2-cut"], "sequence", torch.device("cuda"))
 
 
 def test_each_row_is_taken_once_in_either_order():
@@ -114,12 +100,9 @@ def test_each_row_is_taken_once_in_either_order():
         assert {len(step) for step in steps} == {2}
 
 
-@pytest.mark.parametrize(
-    ("name", "variant"), [("training-1-shuffled", "ddp"), ("sequence-1-one", "sequence")]
-)
-def test_a_loss_that_is_not_finite(process_group, monkeypatch, name, variant):
+def test_a_loss_that_is_not_finite(process_group, monkeypatch):
     monkeypatch.setattr(ranks, "LEARNING_RATE", 1e30)  # the first loss is still right
-    status, reason, measures = measured(name, variant)
+    status, reason, measures = measured("training-1-shuffled", "ddp")
     assert (status, reason) == ("wrong", "a loss is not finite")
     assert "tokens_per_s" not in measures
 
@@ -136,14 +119,14 @@ def test_a_sequence_that_learns_from_half_the_row_is_wrong(process_group, monkey
         return collate
 
     monkeypatch.setattr(sequence.texts, "pack", half)
-    status, reason, _ = measured("sequence-1-one", "sequence")
+    status, reason, _ = measured("sequence-2-cut", "sequence", ranks=1)
     assert status == "wrong"
     assert "in the first step" in reason
 
 
-def test_a_row_over_two_ranks_is_timed_against_one(ranks):
-    """Of a row whose documents all fit nothing is exchanged."""
-    found = Finding("sequence", *ranks.run(measured, "sequence-2-whole", "sequence")[0])
+def test_a_row_over_two_ranks_is_timed_against_one():
+    """Of a row whose documents all fit nothing is exchanged. The launch, too."""
+    found = scaling_ranks.launch(CASES["sequence-2-whole"], "sequence", CPU)
     assert found.status == "ok"
     assert found.measures["cut_documents"] == 0
     assert found.measures["efficiency"] > 0

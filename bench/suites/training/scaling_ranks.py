@@ -4,8 +4,7 @@
                 in a shuffled order or in `BalancedSampler`'s. The rows are the same whatever the
                 number of ranks: Python's help topics in random order, cut where a row ends. FSDP2
                 shards each layer and the rest.
-    sequence    a whole model on one row over all ranks, against one GPU; also training on one
-                document that does not fit on one GPU
+    sequence    a whole model on one row over all ranks, against one GPU
     trainer, sft    Trainer and SFTTrainer under FSDP2, all ranks on one row, by one line
 
 Each measurement is a launch of torchrun with one of `ranks_child`'s functions on every rank.
@@ -79,17 +78,17 @@ class TrainingCase(RanksCase):
 
 @dataclass(frozen=True)
 class SequenceCase(RanksCase):
-    """A whole model trained on one row over all ranks; a row of `tokens` is compared first.
+    """A whole model on one row over all ranks, and on one; a row of `tokens` is compared first.
 
     Attributes:
-        row: that is timed: "one" document that one GPU cannot hold, so over all ranks only; or
-            against one GPU, documents that are "cut", or all lie "whole" on a rank.
+        row: that is timed, of documents that are "cut", or all lie "whole" on a rank.
         document: tokens of the row that is timed.
         steps: timed.
     """
 
-    row: str = "one"
-    document: int = 98_304
+    layers: int = 14
+    row: str = "cut"
+    document: int = 65_536
     steps: int = 3
 
     kinds: ClassVar[tuple[str, ...]] = ("sequence",)
@@ -124,8 +123,7 @@ class ScalingRanks(Suite[RanksCase]):
 
     def cases(self, options: Options) -> Sequence[RanksCase]:
         training, sequence, shared = TrainingCase(), SequenceCase(), SharedTrainerCase()
-        row: dict[str, Any] = {"document": 65_536, "layers": 14}
-        hybrid: dict[str, Any] = {"geometry": "qwen3.5-2b", "layers": 12, "document": 65_536}
+        hybrid: dict[str, Any] = {"geometry": "qwen3.5-2b", "layers": 12}
         if options.quick:
             model: dict[str, Any] = {
                 "dtype": "float32",
@@ -137,7 +135,7 @@ class ScalingRanks(Suite[RanksCase]):
             training = replace(training, **model, timed_rows=4, warmup=1)
             sequence = replace(sequence, **model, document=160, steps=2)
             shared = replace(shared, **model, steps=2)
-            row, hybrid = {}, {"geometry": "qwen3.5-tiny"}
+            hybrid = {"geometry": "qwen3.5-tiny"}
         several = [ranks for ranks in RANKS if 1 < ranks <= (2 if options.quick else 4)]
         return [
             training,
@@ -146,14 +144,13 @@ class ScalingRanks(Suite[RanksCase]):
                 for ranks in several
                 for order in ("shuffled", "balanced")
             ),
-            *(replace(sequence, ranks=ranks) for ranks in (1, *several)),
             *(replace(shared, ranks=ranks) for ranks in (1, *several)),
             *(
-                replace(sequence, ranks=ranks, row=kind, **row)
+                replace(sequence, ranks=ranks, row=kind)
                 for ranks in several
                 for kind in ("cut", "whole")
             ),
-            *(replace(sequence, ranks=ranks, row="cut", **hybrid) for ranks in several),
+            *(replace(sequence, ranks=ranks, **hybrid) for ranks in several),
         ]
 
     def variants(self, case: RanksCase, options: Options) -> Sequence[str]:

@@ -24,20 +24,13 @@ def groups_of(records: Sequence[Record], *variants: str) -> list[list[Record]]:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    one = [r for r in records if r.case.get("row", "one") == "one"]
-    training, sequence = groups_of(one, *NAMES), groups_of(one, "sequence")
-    return [
-        *map(training_table, training),
-        *map(sequence_table, sequence),
-        *page_tables(records),
-    ]
+    return [*map(training_table, groups_of(records, *NAMES)), *page_tables(records)]
 
 
 def page_tables(records: Sequence[Record]) -> list[Table]:
     """Models and trainers on rows over all ranks; a chart shows those with rows of their own."""
-    compared = [r for r in records if r.case.get("row", "one") != "one"]
-    rows = groups_of(compared, "sequence")
-    return [*map(row_table, rows), *map(trainer_table, groups_of(records, *TRAINERS))]
+    rows, trainers = groups_of(records, "sequence"), groups_of(records, *TRAINERS)
+    return [*map(row_table, rows), *map(trainer_table, trainers)]
 
 
 def efficiency_of(record: Record, records: Sequence[Record]) -> float | None:
@@ -76,10 +69,8 @@ def training_table(records: Sequence[Record]) -> Table:
 
 
 def _row(record: Record) -> str:
-    tokens = record.case.get("document", record.case["tokens"])
-    count = record.measures["documents"]
-    longest = "" if count == 1 else f", longest {record.measures['longest_document']:,}"
-    return f"{tokens:,} in {count} document{'' if count == 1 else 's'}{longest}"
+    count, longest = record.measures["documents"], record.measures["longest_document"]
+    return f"{record.case['document']:,} in {count} documents, longest {longest:,}"
 
 
 ROW = made("tokens of the row", _row, outcome=True)
@@ -109,31 +100,6 @@ def row_table(records: Sequence[Record]) -> Table:
     )
     ordered = sorted(records, key=lambda r: (r.case["row"], r.case["ranks"], r.case["variant"]))
     return Table.of(ordered, columns, _title(records, "one row over all GPUs, "), notes=[note])
-
-
-def sequence_table(records: Sequence[Record]) -> Table:
-    def errors(record: Record, what: str) -> str:
-        found, baseline = (record.measures[f"{kind}{what}_error"] for kind in ("", "baseline_"))
-        return f"{found:.1e} / {baseline:.1e}"
-
-    columns = [
-        GPUS,
-        TOKENS,
-        number("ms per step", "ms_p50", ",.0f"),
-        PEAK,
-        made("loss", partial(errors, what="loss")),
-        made("gradients", partial(errors, what="gradient")),
-    ]
-    case = records[0].case
-    title = (
-        f"{_title(records)}; trained on one document of {case['document']:,} tokens over all GPUs"
-    )
-    note = (
-        f"Loss and gradients: relative errors on a row of {case['tokens']:,} tokens against each "
-        f"document alone in fp64 / those of each document alone in {case['dtype']}."
-    )
-    ordered = sorted(records, key=lambda r: r.case["ranks"])
-    return Table.of(ordered, columns, title, notes=[note])
 
 
 def trainer_table(records: Sequence[Record]) -> Table:

@@ -1,10 +1,9 @@
-"""A whole model trained on one row over all ranks: alone on it, or against one GPU."""
+"""A whole model on one row over all ranks, against one GPU."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from flexvarlen.bench.suites.training.trainer import (
     check_first_step,
     first_step_alone,
 )
-from flexvarlen.measure import memory_meaning, peak_memory_mib, summarize
+from flexvarlen.measure import memory_meaning, peak_memory_mib
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.shard import Method, shard_batch
 
@@ -46,8 +45,6 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
         return "wrong", reason, measures
     del first
     measures |= {"attends": case.backend, "texts_crc32": texts.crc_of([row, documents])}
-    if case.row == "one":
-        return _trained(case, model, wrapped, _shard(documents, method, device), measures, device)
     model.zero_grad(set_to_none=True)
     del wrapped
     lengths = list(map(len, documents))
@@ -70,7 +67,6 @@ def _documents(case: SequenceCase, row: Sequence[texts.Document]) -> list[texts.
     """The documents of the row that is timed, of the tokens of another."""
     tokens, total = [token for ids in row for token in ids], case.document
     lengths = {
-        "one": [total],
         "cut": log_normal_lengths(total, total // 8, sigma=1.0, seed=3),  # 10 of 65,536 tokens
         "whole": [total // 8, total // 16, total // 32, total // 32] * 4,  # on 2 and on 4 ranks
     }[case.row]
@@ -91,37 +87,6 @@ def _step(wrapped: nn.Module, shard: dict[str, Any]) -> Tensor:
     loss = loss.detach()
     dist.all_reduce(loss)
     return loss
-
-
-def _trained(
-    case: SequenceCase,
-    model: nn.Module,
-    wrapped: nn.Module,
-    shard: dict[str, Any],
-    measures: dict[str, Any],
-    device: torch.device,
-) -> ranks.Measured:
-    optimizer = ranks.new_optimizer(model, device)
-    losses: list[Tensor] = []
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(_step(wrapped, shard))
-        optimizer.step()
-
-    for _ in range(WARMUP_STEPS):
-        step()
-    found = ranks.timed([step] * case.steps, losses, device)
-    if not found.finite:
-        return "wrong", "a loss is not finite", measures
-    timing = summarize([seconds * 1e3 for seconds in found.seconds])
-    measures |= found.memory | {
-        **asdict(timing),
-        "tokens_per_s": case.document / timing.ms_p50 * 1e3,
-        "document_first_loss": found.losses[0],
-        "document_last_loss": found.losses[-1],
-    }
-    return "ok", None, measures
 
 
 def _against_one(
