@@ -235,7 +235,7 @@ REGISTERED = (
         "import transformers.modeling_utils",
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_names_are_registered_whoever_is_imported_first(first):
     printed(f"{first}\n{REGISTERED}")
 

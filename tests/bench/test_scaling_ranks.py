@@ -51,6 +51,13 @@ def test_both_variants_take_the_same_steps(name, variants, words):
     assert all(word in text for word in words)
 
 
+def test_a_launch_brings_the_finding_of_its_ranks():
+    """By torchrun, the child and its file."""
+    found = scaling_ranks.launch(CASES["training-1-shuffled"], "ddp", CPU)
+    assert (found.variant, found.status, found.reason) == ("ddp", "ok", None)
+    assert found.measures["tokens_per_s"] > 0
+
+
 def test_a_rank_that_fails_is_reported():
     said = "[rank0]: Traceback (most recent call last):\n[rank0]: KeyError: 'x'\nE ChildFailedError"
     assert scaling_ranks._error_of(said + ": ranks_child FAILED") == "[rank0]: KeyError: 'x'"
@@ -124,9 +131,9 @@ def test_a_sequence_that_learns_from_half_the_row_is_wrong(process_group, monkey
     assert "in the first step" in reason
 
 
-def test_a_row_over_two_ranks_is_timed_against_one():
-    """Of a row whose documents all fit nothing is exchanged. The launch, too."""
-    found = scaling_ranks.launch(CASES["sequence-2-whole"], "sequence", CPU)
+def test_a_row_over_two_ranks_is_timed_against_one(ranks):
+    """Of a row whose documents all fit nothing is exchanged."""
+    found = Finding("sequence", *ranks.run(measured, "sequence-2-whole", "sequence")[0])
     assert found.status == "ok"
     assert found.measures["cut_documents"] == 0
     assert found.measures["efficiency"] > 0
