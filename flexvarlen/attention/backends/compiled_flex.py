@@ -95,9 +95,9 @@ def _as_BHTD(x_THD: Tensor, kernel: str) -> Tensor:
         # Each order of strides would be compiled for, and partial rotary embeddings give another.
         x_THD = x_THD.contiguous()
     elif x_THD.device.type == "cpu" or kernel == "FLASH":
-        # The C++ template does not accept views. Nor does FLASH: Inductor gives their first
-        # dimension a stride of 0, and then the output one of 1, which is not aligned. A clone of
-        # what is contiguous already would be a view again.
+        # The C++ template does not accept views. Nor does FLASH: Inductor gives the batch dimension
+        # of a view stride 0 and that of the output stride 1, which is not aligned. It would remove
+        # a clone with the strides of the view.
         return x_THD.transpose(0, 1).repeat(1, 1, 1, 1)
     x_BHTD = x_THD.transpose(0, 1)[None]
     # The templates of torch up to 2.13 would overflow offsets.
