@@ -99,17 +99,17 @@ def differentiable(kernel: Kernel) -> bool:
     return kernel[:2] != ("flex", "cpu") and kernel[0] != "cudnn"
 
 
-def skip_if_refused(test: Callable[..., None]) -> Callable[..., None]:
-    """Skip the test, with the refusal as the reason, where a backend raises NotImplementedError.
+def skip_if_refused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Skip the test, with the refusal as the reason, where the function raises one.
 
     The error is dropped first: while it lives, torch before 2.13 keeps the hooks of the checkpoint
     that it was raised in, and they spoil the next test's.
     """
 
-    @wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return test(*args, **kwargs)
+            return function(*args, **kwargs)
         except NotImplementedError as refusal:
             reason = str(refusal)
         pytest.skip(reason)

@@ -222,11 +222,11 @@ REGISTERED = (
 @pytest.mark.parametrize(
     "first",
     [
+        "import transformers.trainer, flexvarlen",
         "import flexvarlen",
         "import transformers.modeling_utils, flexvarlen",
         "import flexvarlen, transformers.models.auto.modeling_auto",
         "import flexvarlen, transformers.trainer",
-        "import transformers.trainer, flexvarlen",
         "import flexvarlen; from transformers.models.qwen3 import modeling_qwen3",
         "from flexvarlen.patches.models import layers",
         "from flexvarlen import patch_model",

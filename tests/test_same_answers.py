@@ -74,6 +74,7 @@ def test_the_sample_is_fixed_and_holds_every_family_on_every_batch():
     assert {x.family for x in sample(seed=1)} == {x.family for x in cases}
 
 
+# The command, which starts three processes; what it finds in answers: above.
 @pytest.mark.slow
 def test_a_checkout_with_one_number_changed(tmp_path, capsys):
     for folder in ("flexvarlen", "patches"):

@@ -168,8 +168,7 @@ def computed(*tensors):
     return [x.transpose(0, 1).contiguous().sin().transpose(0, 1) for x in tensors]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kernel", kernels("flex", "flex_fa4", *FLASH, "cudnn", cpu=False))
+@pytest.mark.parametrize("kernel", kernels("flex", "flex_fa4", *FLASH, "cudnn"))
 def test_compiled_without_gradients(kernel):
     """Of what the graph does not return: Inductor frees it, and gives it strides of its own."""
     name, device, dtype = kernel

@@ -53,7 +53,7 @@ def test_both_variants_take_the_same_steps(name, variants, words):
 
 def test_a_launch_brings_the_finding_of_its_ranks():
     """By torchrun, the child and its file."""
-    found = scaling_ranks.launch(CASES["training-1-shuffled"], "ddp", CPU)
+    found = scaling_ranks.launch(CASES["training-2-shuffled"], "ddp", CPU)
     assert (found.variant, found.status, found.reason) == ("ddp", "ok", None)
     assert found.measures["tokens_per_s"] > 0
 
@@ -129,6 +129,15 @@ def test_a_sequence_that_learns_from_half_the_row_is_wrong(process_group, monkey
     status, reason, _ = measured("sequence-2-cut", "sequence", ranks=1)
     assert status == "wrong"
     assert "in the first step" in reason
+
+
+@pytest.mark.parametrize("loss", [1.01, float("nan")])
+def test_a_timed_row_with_another_loss_than_on_one_rank_is_wrong(process_group, monkeypatch, loss):
+    losses = {"loss": loss, "single_loss": 1.0}
+    monkeypatch.setattr(sequence, "_against_one", lambda *_: losses)
+    status, reason, measures = measured("sequence-2-cut", "sequence", ranks=1)
+    assert (status, reason) == ("wrong", "the loss over all ranks is not one rank's")
+    assert measures["single_loss"] == 1.0
 
 
 def test_a_row_over_two_ranks_is_timed_against_one(ranks):

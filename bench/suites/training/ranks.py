@@ -77,26 +77,24 @@ def first_reason(reason: str | None) -> str | None:
 
 
 class Timed(NamedTuple):
-    """Seconds of spans on the slowest rank, this rank's losses, and whether all ranks' are finite.
+    """Seconds on the slowest rank, this rank's losses, and whether all ranks' are finite.
 
     `memory`: the largest peak of a rank, as measures.
     """
 
-    seconds: list[float]
+    seconds: float
     losses: list[float]
     finite: bool
     memory: dict[str, Any]
 
 
-def timed(
-    spans: Sequence[Callable[[], object]], losses: Sequence[Tensor], device: torch.device
-) -> Timed:
-    """Run and time spans of steps, each of which adds its loss, a 0-d tensor, to `losses`."""
+def timed(steps: Callable[[], object], losses: Sequence[Tensor], device: torch.device) -> Timed:
+    """Run and time steps, each of which adds its loss, a 0-d tensor, to `losses`."""
     own: list[float] = []
-    peak = peak_memory_mib(lambda: own.extend(seconds_of(span, device) for span in spans), device)
+    peak = peak_memory_mib(lambda: own.append(seconds_of(steps, device)), device)
     found: list[float] = torch.stack(list(losses)).double().tolist()
     bad = float(not all(map(math.isfinite, found)))
     # One reduction of all: no rank may return alone.
-    *seconds, most, bad = largest([*own, peak or 0.0, bad], device)
+    seconds, most, bad = largest([*own, peak or 0.0, bad], device)
     memory = {"peak_mib": None if peak is None else most, "peak_meaning": memory_meaning(device)}
     return Timed(seconds, found, not bad, memory)

@@ -101,10 +101,10 @@ def measure_training(
         for of_ranks in steps:
             step(of_ranks)
 
-    found = ranks.timed([every_step], losses, device)
+    found = ranks.timed(every_step, losses, device)
     if not found.finite:
         return "wrong", "a loss is not finite", {}
-    (seconds,), first_row = found.seconds, collate(rows[0])
+    seconds, first_row = found.seconds, collate(rows[0])
     auto = case.backend == "auto"
     rate = case.tokens * len(rows) / seconds
     measures = {

@@ -78,7 +78,9 @@ class TrainingCase(RanksCase):
 
 @dataclass(frozen=True)
 class SequenceCase(RanksCase):
-    """A whole model on one row over all ranks, and on one; a row of `tokens` is compared first.
+    """A whole model on one row over all ranks, and on each rank alone.
+
+    A row of `tokens` is compared with the reference first.
 
     Attributes:
         row: that is timed, of documents that are "cut", or all lie "whole" on a rank.

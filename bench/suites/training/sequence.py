@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from functools import partial
@@ -27,10 +28,12 @@ from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.shard import Method, shard_batch
 
 WARMUP_STEPS = 2
+LOSS_LIMIT = 1e-4
+"""Relative difference of the loss over all ranks from that of one, of the same row."""
 
 
 def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> ranks.Measured:
-    """A packed row compared with the reference, then timed steps on the case's row."""
+    """A packed row compared with the reference, then the case's row, timed on one rank and all."""
     (row,) = ranks.rows_of(case, 1)
     documents = _documents(case, row)
     first = first_step_alone(lambda: case.new_causal_lm(device), row, dtype=case.torch_dtype)
@@ -60,7 +63,10 @@ def measure_sequence(case: SequenceCase, variant: str, device: torch.device) -> 
     whole = shard_batch(row, rank=0, ranks=1, method="contiguous")
     whole["packed_layout"] = row["packed_layout"]
     shard = _shard(documents, method, device)
-    return "ok", None, measures | _against_one(case, model, whole, shard, device)
+    measures |= _against_one(case, model, whole, shard, device)
+    alike = math.isclose(measures["loss"], measures["single_loss"], rel_tol=LOSS_LIMIT)
+    reason = ranks.first_reason(None if alike else "the loss over all ranks is not one rank's")
+    return "ok" if reason is None else "wrong", reason, measures
 
 
 def _documents(case: SequenceCase, row: Sequence[texts.Document]) -> list[texts.Document]:

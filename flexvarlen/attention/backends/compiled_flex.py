@@ -90,14 +90,14 @@ def flex(
 
 
 def _as_BHTD(x_THD: Tensor, kernel: str) -> Tensor:
-    """Return the tensor as `[1, H, T, D]`, as a copy or a view."""
+    """Return the tensor as `[1, H, T, D]`: a copy where views do not serve, otherwise a view."""
     if not torch.compiler.is_compiling():
         # Each order of strides would be compiled for, and partial rotary embeddings give another.
         x_THD = x_THD.contiguous()
     elif x_THD.device.type == "cpu" or kernel == "FLASH":
         # The C++ template does not accept views. Nor does FLASH: Inductor gives the batch dimension
-        # of a view stride 0 and that of the output stride 1, which is not aligned. It would remove
-        # a clone with the strides of the view.
+        # of a view stride 0 and that of the output stride 1, which is not aligned. `repeat` adds
+        # that dimension: Inductor removes copies that change neither shape nor strides.
         return x_THD.transpose(0, 1).repeat(1, 1, 1, 1)
     x_BHTD = x_THD.transpose(0, 1)[None]
     # The templates of torch up to 2.13 would overflow offsets.

@@ -61,14 +61,15 @@ def test_no_value_is_read_whatever_the_depth(monkeypatch, backend, depth):
     assert [name for calls in reads for name in calls] == []
 
 
+patched_run = skip_if_refused(lambda model, backend: run(fv.patch_model(model, backend), "cuda"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [name for name in ON_GPU if name != "cudnn"])
-@skip_if_refused
 def test_no_sync_on_a_gpu(backend):
     model = new_model("qwen3_windows", head_dim=64, num_hidden_layers=4)
     model = model.to("cuda", torch.bfloat16)
-    fv.patch_model(model, backend)
-    forward = run(model, "cuda")
+    forward = patched_run(model, backend)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
