@@ -164,17 +164,13 @@ def test_one_graph_for_any_documents_in_inductor(backend, form):
 )
 def test_one_graph_for_any_documents_on_a_gpu(backend, form, checkpointing, monkeypatch):
     monkeypatch.setattr(launch, "SHORT_ROW", 0)  # layouts are launched for as in long rows
-    where = {
-        "dtype": torch.bfloat16,
-        "device": "cuda",
-        "head_dim": 64,
-        "checkpointing": checkpointing,
-    }
+    where = {"dtype": torch.bfloat16, "device": "cuda", "head_dim": 64}
     call = {"device": "cuda", "dtype": torch.bfloat16, "num_heads": 6, "num_kv_heads": 2}
     reason = None if backend == "auto" else fv.why_not(backend, window=9, **call)
     if reason is not None:
         pytest.skip(reason)
-    check("qwen3_windows", backend, form, "inductor", train=True, **where)
+    mode = {"train": True, "checkpointing": checkpointing}
+    check("qwen3_windows", backend, form, "inductor", **mode, **where)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "auto"])
