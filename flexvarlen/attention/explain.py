@@ -31,9 +31,9 @@ class Candidate:
     Attributes:
         name: name of the backend.
         timing: times of a call on the host and on the device, if measured on this machine.
-        reason: a sentence why it was not measured, with its time in the nearest record; None if it
-            was measured.
-        can: whether the backend can serve the call.
+        reason: why it cannot serve the call, also if only in a compiled graph, or was not measured,
+            with its time in the nearest record; None if it was measured.
+        can: whether the backend can serve the eager call.
     """
 
     name: str
@@ -68,11 +68,11 @@ class BackendReport:
         width = max(len(candidate.name) for candidate in self.candidates)
         for candidate in self.candidates:
             mark = "*" if candidate.name in (self.chosen, self.compiled) else " "
-            text = candidate.reason
+            texts = [] if candidate.reason is None else [candidate.reason]
             if (timing := candidate.timing) is not None:
-                parts = (milliseconds(timing.device), milliseconds(timing.host))
-                text = "{} ms on the device, {} on the host".format(*parts)
-            lines.append(f"{mark} {candidate.name:{width}}  {text}")
+                device, host = milliseconds(timing.device), milliseconds(timing.host)
+                texts.insert(0, f"{device} ms on the device, {host} on the host")
+            lines.append(f"{mark} {candidate.name:{width}}  {'; '.join(texts)}")
         return "\n".join(lines)
 
     def sentence(self) -> str:
@@ -161,7 +161,7 @@ def explain(
     in_graph = call.in_graph()
     eager, compiled = (decide(x, sizes_bucket, mask, check=False) for x in (call, in_graph))
     tried = order(in_graph, sizes_bucket)
-    found = [_candidate(name, call, tried) for name in BACKENDS]
+    found = [_candidate(name, call, in_graph, tried) for name in BACKENDS]
     found.sort(
         key=lambda c: tried.times[c.name].device_ms if c.name in tried.times else float("inf")
     )
@@ -175,7 +175,7 @@ def explain(
     )
 
 
-def _candidate(name: str, call: AttentionCall, tried: Order) -> Candidate:
+def _candidate(name: str, call: AttentionCall, in_graph: AttentionCall, tried: Order) -> Candidate:
     reason, failed = refusal(name, call), known_failure(name, call)
     if reason is not None:
         return Candidate(name, None, reason, can=False)
@@ -188,4 +188,5 @@ def _candidate(name: str, call: AttentionCall, tried: Order) -> Candidate:
         reason = "supported, but slow by design: never timed."
     elif timing is None:
         reason = "supported; not timed."
-    return Candidate(name, timing, reason, can=True)
+    reasons = (reason, refusal(name, in_graph))
+    return Candidate(name, timing, " ".join(x for x in reasons if x) or None, can=True)

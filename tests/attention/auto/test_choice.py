@@ -106,6 +106,18 @@ def test_the_host_decides_in_small_eager_rows_alone(candidates, monkeypatch):
     assert explain(a_layout(tokens=65)).chosen == "fast"
 
 
+def test_a_kernel_that_cannot_run_in_a_graph_says_so(candidates):
+    def eager_only(call):
+        return "fast needs eager calls; use another." if call.graph else None
+
+    candidates(StandIn("slow", 2.0), StandIn("fast", 1.0, refuses=eager_only))
+    explanation = explain()
+    assert (explanation.chosen, explanation.compiled) == ("fast", "slow")
+    (fast,) = (c for c in explanation.candidates if c.name == "fast")
+    assert fast.can
+    assert fast.reason.endswith("in the record. fast needs eager calls; use another.")
+
+
 def test_kernels_launched_for_the_longest_that_may_come():
     """A graph that alone sees the documents of a long row: flex, whose time does not grow so."""
     call = AttentionCall(torch.device("cuda"), torch.bfloat16, 8, 2, 64)
