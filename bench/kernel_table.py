@@ -177,7 +177,7 @@ def _replayed(
         case.num_heads,
         case.num_kv_heads,
         case.head_dim,
-        spec.of_trees() if case.depth > 1 else spec,
+        spec.with_trees() if case.depth > 1 else spec,
         needs_grad=needs_grad,
     )
     by_host = not compiled and table.is_host_bound(call, case.tokens)

@@ -91,23 +91,23 @@ def patch_model(
             tokens; default: 1,024 in a compiled model, else 1.
         share_prefixes: with `unpad`, compute a prefix that several rows share only once. Of images,
             only those of Qwen-VL models; others raise an error.
-        sequence_parallel_group: ranks that share each row. They call the model together, each with
-            the result of `shard_row(batch, group, **shard_options(model))`.
+        sequence_parallel_group: ranks that share each row (context parallelism). They call the
+            model together, each with `shard_row(batch, group, **shard_options(model))`.
         same_bits: the number of tokens of every row: shorter rows, unpadded ones and the inputs of
             a language model's head are padded to it, so that a document's outputs have the same
             bits whatever its neighbours and its offset are. (Samples that share a prefix are one
             document.) Checked at once, on the model's device and in its dtype, or autocast's, with
-            the logits of two rows in memory. True is for `patch_trainer`. Forwards that use a cache
-            are left out. See docs/backends.md.
+            the logits of two rows in memory. Forwards that fill or read a cache are not padded.
+            True is for `patch_trainer` alone, which knows the size. See docs/backends.md.
         loss_chunk_tokens: with labels, compute the loss from hidden states, the logits of this
             many tokens at a time, in the backward too; `logits` of the outputs are then None. The
             loss must be transformers' own for the next token. A compiled graph has as many copies
             of the head as there are chunks. Forwards with a cache or a 4D mask compute all logits.
-        mlp_chunk_tokens: run each MLP on this many tokens at a time ("tiled MLP"), and again in the
-            backward, keeping its input alone. For layers under non-reentrant gradient
-            checkpointing, whose MLPs then run as often as before unless a norm follows them;
-            without checkpoints they run once more. Outputs and gradients differ by rounding.
-            Compiled graphs run MLPs whole. Not of encoders, nor of layers that mix experts.
+        mlp_chunk_tokens: run each MLP on this many tokens at a time ("tiled MLP"), in the forward
+            and the backward, and save only its input. Meant for layers under non-reentrant gradient
+            checkpointing, where it adds no recomputation unless a norm follows the MLP; elsewhere
+            each MLP runs once more. Outputs and gradients differ by rounding. Compiled graphs run
+            MLPs whole. Encoders and mixtures of experts are not supported.
         verify: check the patched model on a small random batch, as `verify_isolation` does; a kind
             of model that has passed is not checked again in the same process.
 

@@ -66,12 +66,13 @@ def make_patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) ->
         check_group(settings.sequence_parallel_group)
     every = (*parts.kinds, *parts.vision_kinds)
     backend = checked_choice(settings.backend, every)
+    checked_on = None
     if settings.same_bits is not None:
+        checked_on = inner.device, dtype_of_forward(parts.text_tower(inner), inner.device)
         backend = same_bits_choice(
             backend,
             parts.kinds,
-            inner.device,
-            dtype_of_forward(parts.text_tower(inner), inner.device),
+            *checked_on,
             deterministic=settings.deterministic,
             batch_invariant=settings.batch_invariant,
         )
@@ -88,13 +89,10 @@ def make_patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) ->
         **settings.arguments() | {"backend": backend},
         parts=parts,
         stages=choose_stages(parts, settings, below=head_over(inner)),
-        kinds=parts.kinds,
         named=named,
         backends=(named,),
         implementation_before=implementation_before(inner),
-        checked_on=None
-        if settings.same_bits is None
-        else (inner.device, dtype_of_forward(parts.text_tower(inner), inner.device)),
+        checked_on=checked_on,
     )
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
-from flexvarlen.patches.models.layers import LayerKind, text_config_of
+from flexvarlen.patches.models.layers import text_config_of
 from flexvarlen.patches.parts import ModelParts
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ class Stages(NamedTuple):
 
     Attributes:
         arguments: (module, patch, arguments) -> None, before the arguments are read.
-        refusals: (given) -> None: refuse what this model does not support. (Functions and no
-            tables, as a patched model may be pickled.)
+        refusals: (given) -> None: refuse what this model does not support. (Module-level
+            functions, as a patched model may be pickled.)
         batch: (given) -> given, or the arguments of a head whose base model makes the packed row.
         checks: (given, layout, several) -> None: refuse what these documents do not go with.
         positions: (given, layout, several) -> position_ids, or None.
@@ -135,7 +135,6 @@ class Patch(Settings):
     Attributes:
         parts: parts of the patched module: the model, its base model or its tower.
         stages: stages of its forward.
-        kinds: the kinds of its attention layers.
         named: the backend whose attn_implementation it set.
         backends: backends that its config may name: of all patched models that share the config.
         implementation_before: the attn_implementation to restore, by tower if it has any.
@@ -144,7 +143,6 @@ class Patch(Settings):
 
     parts: ModelParts
     stages: Stages
-    kinds: tuple[LayerKind, ...]
     named: str
     backends: tuple[str, ...]
     implementation_before: str | dict[str, str]

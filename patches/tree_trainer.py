@@ -37,7 +37,7 @@ class PaddedRows(NamedTuple):
     routed_experts: Tensor | None = None
 
     def columns(self) -> dict[str, Tensor]:
-        """Those that there are."""
+        """The columns that are not None."""
         return {name: x for name, x in self._asdict().items() if x is not None}
 
     def samples(self) -> list[dict[str, Tensor]]:

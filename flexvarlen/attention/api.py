@@ -55,7 +55,8 @@ def packed_attention(
         layout_k, causal, window, chunk, prefix, align: which keys of its document a query sees; as
             in `DocumentMask.of`.
         softcap: scores become `softcap * tanh(score / softcap)`.
-        sinks: `[H]`, one logit per head that is added to the softmax's denominator.
+        sinks: `[H]`, floating point, on q's device: one logit per head that is added to the
+            softmax's denominator.
         scale: factor on the scores, above 0; default `D ** -0.5`.
         backend: a name in `flexvarlen.BACKENDS`, or "auto": the backend that was fastest for such
             calls in the records (see `flexvarlen.explain`); on the CPU `sdpa`, or `reference` if

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from flexvarlen.layout.arguments import require_tensor
@@ -63,10 +64,14 @@ def check_tensors(
         and q_shape[1] % k_shape[1] == 0
         and dtype == k_THD.dtype == v_THD.dtype
         and device == k_THD.device == v_THD.device == layout.cu_seqlens.device
-        and (sinks is None or (sinks.shape == q_shape[1:2] and sinks.device == device))
+        and (sinks is None or _is_sinks(sinks, q_shape[1:2], device))
     )
     if not fit:
         _raise_misfit(q_THD, k_THD, v_THD, layout, layout_k, sinks)
+
+
+def _is_sinks(sinks: Tensor, shape: tuple[int, ...], device: torch.device) -> bool:
+    return sinks.is_floating_point() and sinks.shape == shape and sinks.device == device
 
 
 def _raise_misfit(
@@ -109,8 +114,8 @@ def _raise_misfit(
             f"{tuple(k_THD.shape)} and {tuple(v_THD.shape)}; head_dim must be q's."
         )
     check_heads(q_THD.shape[1], k_THD.shape[1])
-    if sinks is not None and (sinks.shape != q_THD.shape[1:2] or sinks.device != device):
+    if sinks is not None and not _is_sinks(sinks, q_THD.shape[1:2], device):
         raise ValueError(
-            f"sinks must have shape [{q_THD.shape[1]}] on {device}, got {tuple(sinks.shape)} on "
-            f"{sinks.device}; pass one logit per head."
+            f"sinks must be floating point [{q_THD.shape[1]}] on {device}, got {sinks.dtype} "
+            f"{tuple(sinks.shape)} on {sinks.device}; pass one logit per head."
         )

@@ -117,10 +117,10 @@ def _choose_in_graph(backend: str, call: AttentionCall, mask: DocumentMask, trai
     sizes = sizes_in_graph(mask) if backend == "auto" else ()
     softcap = None if call.softcap is None else 1.0  # its value does not affect the choice
     device, graph = call.device, "training" if call.needs_grad else "inference"
-    flags = (*call[8:-1], graph)  # sinks and all after it
+    flags = (call.sinks, call.needs_grad, call.deterministic, call.batch_invariant)
     name: str = _choose_constant(
-        *(backend, device.type, device.index, call.dtype, heads),
-        *(tuple(call.spec.as_ints()), softcap, flags, sizes, training),
+        *(backend, device.type, device.index, call.dtype, heads, tuple(call.spec.as_ints())),
+        *(softcap, (*flags, call.return_lse, call.past_int32, graph), sizes, training),
     )
     return name
 

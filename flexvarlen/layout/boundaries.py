@@ -182,8 +182,7 @@ def safe_boundaries(
     )
     torch._assert_async(
         safe.diff().max() <= max_seqlen_bound,
-        "flexvarlen: a document is longer than max_seqlen_bound; pass a larger "
-        "max_seqlen_bound= to patch_model.",
+        "flexvarlen: a document is longer than max_seqlen_bound; pass a larger max_seqlen_bound=.",
     )
     if slots > given:
         safe = torch.cat([safe, safe[-1:].expand(slots - given)])
@@ -195,8 +194,7 @@ def traced_boundaries(starts_T: Tensor, slots: int) -> Tensor:
     total = starts_T.shape[0]
     torch._assert_async(
         starts_T.sum() <= slots,
-        "flexvarlen: more documents in the row than capacity; pass a larger capacity= to "
-        "patch_model.",
+        "flexvarlen: more documents in the row than capacity; pass a larger capacity=.",
     )
     # fill_value=T would specialize a dynamic T.
     first = torch.nonzero_static(starts_T, size=slots, fill_value=INT32_MAX)[:, 0]

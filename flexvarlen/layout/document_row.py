@@ -98,6 +98,9 @@ class DocumentRow:
 
         As in `Tensor.to`, None keeps the current device (accelerate's hooks pass it), and with
         `non_blocking` copies from pinned memory do not block the host.
+
+        Raises:
+            ValueError: `device` is no device.
         """
         device = self.device if device is None else require_device(device)
 
@@ -177,6 +180,7 @@ class DocumentRow:
         Raises:
             ValueError: x has another shape, only the device knows the boundaries, or inside a
                 compiled graph, whose shapes cannot depend on the documents.
+            NotImplementedError: one rank's shard that splits documents.
 
         Differentiable. No sync; does not trace.
 
@@ -201,7 +205,7 @@ class DocumentRow:
             int64 index tensors `[L]` on the layout's device, in the order of the leaves.
 
         Raises:
-            ValueError: as `split`.
+            ValueError, NotImplementedError: as `split`.
 
         >>> from flexvarlen import PackedLayout
         >>> PackedLayout.from_tree([2, 1, 1], parents=[-1, 0, 0]).paths()
@@ -221,7 +225,7 @@ class DocumentRow:
             A tensor `[L, ...]` for each path.
 
         Raises:
-            ValueError: as `split`.
+            ValueError, NotImplementedError: as `split`.
 
         Differentiable: the gradients of a shared token add up.
         """
@@ -239,6 +243,9 @@ class DocumentRow:
             run's own first token. Slots without tokens (empty documents, spare slots) give an index
             inside the row, of a token that is not theirs: leave them out with `real_documents`.
 
+        Raises:
+            NotImplementedError: trees (call `unfold`), or a shard that splits documents.
+
         No sync; traces under `fullgraph=True`.
 
         >>> from flexvarlen import PackedLayout
@@ -254,8 +261,8 @@ class DocumentRow:
     def real_documents(self) -> Tensor:
         """True at documents with tokens; False at empty ones, padding runs and spare slots.
 
-        Bool `[num_docs]` or `[capacity]`, as `first_tokens`. Its sum counts the documents inside a
-        compiled graph. No sync; traces under `fullgraph=True`.
+        Bool `[num_docs]` or `[capacity]`, with the errors of `first_tokens`. Its sum counts the
+        documents inside a compiled graph. No sync; traces under `fullgraph=True`.
 
         >>> from flexvarlen import PackedLayout
         >>> PackedLayout.from_lengths([2, 0, 3]).real_documents().sum()

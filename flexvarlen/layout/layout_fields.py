@@ -6,6 +6,7 @@ Each function has the arguments of the classmethod of its name, which documents 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NotRequired, TypedDict
 
 import torch
@@ -18,6 +19,7 @@ from flexvarlen.layout.arguments import (
     integers,
     is_integer_tensor,
     require_device,
+    require_int_at_least,
     require_tensor,
 )
 from flexvarlen.layout.boundaries import (
@@ -56,16 +58,20 @@ def from_lengths(
     capacity: int | None = None,
     max_seqlen_bound: int | None = None,
 ) -> LayoutFields:
-    """Of consecutive documents."""
+    """Fields of consecutive documents."""
     values = integers("lengths", lengths)
     for i, length in enumerate(values):
         if length < 0:
             raise ValueError(
                 f"lengths must be at least 0, got {length} at index {i}; drop or fix that document."
             )
-    boundaries = [0]
-    for length in values:
-        boundaries.append(boundaries[-1] + length)
+    boundaries = [0, *accumulate(values)]
+    total_tokens, *_ = checked_sizes(total_tokens, capacity, max_seqlen_bound)
+    if total_tokens is not None and total_tokens < boundaries[-1]:
+        raise ValueError(
+            f"total_tokens must be at least the tokens of all documents, {boundaries[-1]}, got "
+            f"{total_tokens}; raise total_tokens."
+        )
     return _from_host(boundaries, total_tokens, require_device(device), capacity, max_seqlen_bound)
 
 
@@ -79,7 +85,7 @@ def from_tree(
     max_seqlen_bound: int | None = None,
     max_depth: int | None = None,
 ) -> LayoutFields:
-    """Of segments that share those above them."""
+    """Fields of a tree: each segment continues the segments above it."""
     on = require_device(device)
     sizes = integers("lengths", lengths)
     total_tokens, capacity, max_seqlen_bound = checked_sizes(
@@ -119,9 +125,10 @@ def from_rows(
     capacity: int | None = None,
     max_seqlen_bound: int | None = None,
 ) -> LayoutFields:
-    """Of rows of equal length, a document each."""
+    """Fields of rows of equal length, a document each."""
     if not torch.compiler.is_compiling():
-        lengths = integers("row_tokens", [row_tokens]) * integers("batch", [batch])[0]
+        rows = require_int_at_least("batch", batch, 0)
+        lengths = [require_int_at_least("row_tokens", row_tokens, 0)] * rows
         return from_lengths(
             lengths, device=device, capacity=capacity, max_seqlen_bound=max_seqlen_bound
         )
@@ -153,7 +160,7 @@ def from_cu_seqlens(
     capacity: int | None = None,
     max_seqlen_bound: int | None = None,
 ) -> LayoutFields:
-    """Of cumulative lengths."""
+    """Fields of cumulative lengths."""
     if not isinstance(cu_seqlens, Tensor):
         cu_seqlens = torch.tensor(integers("cu_seqlens", cu_seqlens), device="cpu")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -187,7 +194,7 @@ def from_position_ids(
     capacity: int | None = None,
     max_seqlen_bound: int | None = None,
 ) -> LayoutFields:
-    """Of positions that restart at each document."""
+    """Fields of positions that restart at each document."""
     require_tensor("position_ids", position_ids_BT)
     positions = position_ids_BT[None] if position_ids_BT.ndim == 1 else position_ids_BT
     if positions.ndim != 2 or not is_integer_tensor(positions):
@@ -213,10 +220,10 @@ def from_starts(
     max_seqlen_bound: int | None = None,
     conditions: Sequence[Condition] = (),
 ) -> LayoutFields:
-    """Of flags, True where a document or a padding run begins."""
-    for name, x in (("starts_T", starts_T), ("padding_T", padding_T)):
-        if x is not None or name == "starts_T":
-            require_tensor(name, x)
+    """Fields of flags, True where a document or a padding run begins."""
+    require_tensor("starts_T", starts_T)
+    if padding_T is not None:
+        require_tensor("padding_T", padding_T)
     total = starts_T.shape[0]
     for each in (starts_T, padding_T):
         if each is not None and (each.dtype != torch.bool or each.shape != (total,)):
@@ -254,7 +261,7 @@ def _from_host(
     max_seqlen_bound: int | None,
     padding: Tensor | None = None,
 ) -> LayoutFields:
-    """Of boundaries that the host knows, checked."""
+    """Check boundaries that the host knows, and make the fields of them."""
     checked = check_boundaries(boundaries, total_tokens, capacity, max_seqlen_bound)
     spare = checked.capacity - checked.num_docs
     host = host_int32(boundaries + [boundaries[-1]] * spare, device)
@@ -277,7 +284,7 @@ def _from_device(
     max_seqlen_bound: int | None,
     padding: Tensor | None = None,
 ) -> LayoutFields:
-    """Of boundaries inside a compiled graph: see `safe_boundaries`."""
+    """Fields of boundaries inside a compiled graph: see `safe_boundaries`."""
     _, capacity, max_seqlen_bound = checked_sizes(total, capacity, max_seqlen_bound)
     bound = total if max_seqlen_bound is None else min(max_seqlen_bound, total)
     return {

@@ -1,5 +1,7 @@
 """`PackedLayout`, the only object that carries the document boundaries of a packed row.
 
+Its constructors; `document_row.py` has its fields and methods, `layout_fields.py` the checks.
+
 Shapes: T = total_tokens (padding included), N = number of document slots (`capacity`).
 """
 

@@ -39,6 +39,7 @@ def pool(
 
     Raises:
         ValueError: x has the wrong shape, dtype or device, or `how` is not one of the four.
+        NotImplementedError: trees (call `unfold`), or a shard that splits documents.
 
     Differentiable (once), with a deterministic forward and backward. No sync; traces under
     `fullgraph=True`.

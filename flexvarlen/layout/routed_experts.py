@@ -1,8 +1,6 @@
 """The experts that an inference engine chose for each token: its record, and a batch's column.
 
 Shapes: L tokens of a sample, M layers with experts (mixtures), K experts of a token in each.
-
-Imports: torch, numpy. Never transformers.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@
 that is not split. Code asks the properties of the object, never its class.
 
 Shapes: T = tokens of this rank, H = num_heads, D = head_dim.
-
-Imports: torch. Never transformers.
 """
 
 from __future__ import annotations
@@ -126,7 +124,7 @@ class BoundaryLinks(NamedTuple):
 
     @classmethod
     def of(cls, links: Tensor | None) -> BoundaryLinks:
-        """Those of an int64 tensor `[3]` on the host; none of None."""
+        """Read the links from an int64 tensor `[3]` on the host; None has no links."""
         return cls(0, 0, 0) if links is None else cls(*links.tolist())
 
 

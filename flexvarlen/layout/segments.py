@@ -159,7 +159,7 @@ def _depths(sizes: list[int], parents: list[int]) -> list[int]:
 
 
 def token_bounds(table: Tensor, total_tokens: int) -> tuple[Tensor, Tensor]:
-    """Of each token, one past the last that may see it, and its position; int32 `[T]` each.
+    """For each token, one past the last that may see it, and its position; int32 `[T]` each.
 
     Args:
         table: of `Segments`.

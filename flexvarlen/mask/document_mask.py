@@ -78,8 +78,8 @@ class DocumentMask:
             )
         if spec.runs != (runs is not None):
             raise ValueError(
-                f"{spec} does not match {'no' if runs is None else 'the'} runs; make it with "
-                "MaskSpec.of_runs() where runs are given."
+                f"{spec} does not match {'no' if runs is None else 'the'} runs; make the mask with "
+                "DocumentMask.of()."
             )
         self.layout = layout
         self.layout_k = keys
@@ -142,17 +142,18 @@ class DocumentMask:
         if layout_k is None and layout.shard.exchanges_keys:
             raise ValueError(
                 "layout must describe whole documents, got one rank's shard of a row that "
-                "splits documents; call flexvarlen.parallel.documents.documents_attention."
+                "splits documents; call a model patched with sequence_parallel_group=, or pack "
+                "whole documents on each rank."
             )
         if runs is not None:
             check_runs(runs, layout, causal=causal)
             mask = cls.of(
                 layout, causal=causal, window=window, chunk=chunk, prefix=prefix, layout_k=layout_k
             )
-            return cls(layout, mask.spec.of_runs(), runs=runs_of(runs))
+            return cls(layout, mask.spec.with_runs(), runs=runs_of(runs))
         if layout_k is None and prefix is None and not isinstance(window, tuple | list):
             spec = _plain_spec(causal, window, chunk, align)
-            return cls(layout, spec if layout.segments is None else spec.of_trees())
+            return cls(layout, spec if layout.segments is None else spec.with_trees())
         if layout_k is not None:
             require_layout("layout_k", layout_k)
         spec = MaskSpec.of(
@@ -171,7 +172,7 @@ class DocumentMask:
                     "trees need causal attention of a row to itself, got layout_k; pack each path "
                     "as a document."
                 )
-            spec = spec.of_trees()
+            spec = spec.with_trees()
         prefixes = None if prefix is None else read_prefix(prefix, layout)
         return cls(layout, spec, layout_k=layout_k, prefix=prefixes if spec.prefix else None)
 
@@ -192,8 +193,9 @@ class DocumentMask:
     def bounds(self) -> tuple[Tensor, Tensor]:
         """The keys that each query sees, `lo[q] <= kv < hi[q]`: int32 `[Tq]`, never decreasing.
 
-        A padding query sees nothing: `lo` is the end of its run and `hi` the start. No sync; traces
-        under `fullgraph=True`.
+        In a tree, the query sees those of these keys that are on its path. A padding query sees
+        nothing: `lo` is the end of its run and `hi` the start. No sync; traces under
+        `fullgraph=True`.
         """
         if not torch.compiler.is_compiling():
             return query_bounds(self.inputs)
@@ -201,7 +203,7 @@ class DocumentMask:
         return lo, hi
 
     def dense(self) -> Tensor:
-        """bool `[Tq, Tk]`, True where the query sees the key. No sync; traces."""
+        """As `to_dense`, of any size, for the backend `reference`. No sync; traces."""
         mask = dense_mask(*self.bounds(), self.layout_k.total_tokens)
         if self.spec.tree:
             queries, keys = (

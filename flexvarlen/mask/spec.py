@@ -135,7 +135,7 @@ class MaskSpec:
             top_left=cross and align == "top_left" and depends_on_alignment,
         )
 
-    def of_trees(self) -> MaskSpec:
+    def with_trees(self) -> MaskSpec:
         """The same mask where documents are trees.
 
         Raises:
@@ -143,7 +143,7 @@ class MaskSpec:
         """
         return replace(self, tree=True)
 
-    def of_runs(self) -> MaskSpec:
+    def with_runs(self) -> MaskSpec:
         """The same mask where tokens of one run see one another both ways, inside its window.
 
         Raises:
@@ -151,6 +151,11 @@ class MaskSpec:
             NotImplementedError: the mask has a prefix, separate keys or trees.
         """
         return replace(self, right=UNLIMITED, runs=True)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a window hides keys before the query, or some of those after it."""
+        return self.left != UNLIMITED or self.right not in (UNLIMITED, 0)
 
     @property
     def is_limited(self) -> bool:
@@ -175,7 +180,7 @@ class MaskSpec:
 
     def __repr__(self) -> str:
         words = ["causal" if self.causal else "bidirectional"]
-        if self.left != UNLIMITED or self.right not in (UNLIMITED, 0):
+        if self.has_window:
             words.append(f"window=({self.left}, {self.right})")
         if self.chunk:
             words.append(f"chunk={self.chunk}")

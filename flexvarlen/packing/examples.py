@@ -114,7 +114,7 @@ def blocks(
 def _of_arrow(
     dataset: Any, begin: int, end: int, names: list[str]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], Columns] | None:
-    """The same of a `datasets.Dataset`; None if its examples are not Arrow lists."""
+    """As above, of a `datasets.Dataset`; None if its examples are not Arrow lists."""
     if not hasattr(dataset, "with_format") or dataset.format["type"] == "custom":
         return None
     table = dataset.with_format("arrow", columns=["input_ids", *names])[begin:end]

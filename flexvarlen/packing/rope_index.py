@@ -31,7 +31,7 @@ class RopeIndex:
 
     @classmethod
     def of(cls, model: Any) -> RopeIndex | None:
-        """That of a model, or None for a model without positions in three dimensions.
+        """The rope index of a model, or None for a model without positions in three dimensions.
 
         Raises:
             ValueError: it is not a model.

@@ -52,7 +52,7 @@ def any_images(samples: Sequence[Any]) -> bool:
 
 
 def rope_index_of(model: Any) -> RopeIndex:
-    """That of a model whose samples share images.
+    """The rope index of a model whose samples share images.
 
     Raises:
         ValueError: the model has no positions in three dimensions.

@@ -80,7 +80,7 @@ def _cut_documents(
 def _stops(
     light: _Queue, heavy: _Queue, tokens: int, share: float, most_cuts: int
 ) -> tuple[_Stop, _Stop]:
-    """Where a rank with so many tokens and so much work stops in each queue.
+    """Where a rank that takes `tokens` tokens and `share` work stops in each queue.
 
     Either where the work is even, or near it at the end of a document, without a cut in its queue:
     where its work can be closest to the share, and then with the fewest cuts.

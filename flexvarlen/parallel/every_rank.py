@@ -1,7 +1,4 @@
-"""A failure of one rank is raised on every rank, so that none waits for another.
-
-Imports: torch. Never transformers.
-"""
+"""A failure of one rank is raised on every rank, so that none waits for another."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch.distributed as dist
 
 
 class EveryRank:
-    """A `with` block at whose end the ranks compare notes: if one failed, all raise.
+    """A `with` block at whose end the ranks learn whether one failed; if so, all raise.
 
     Every rank of the default group enters it, also those that have nothing to do in it. Without a
     process group it does nothing. Syncs the device under NCCL.

@@ -6,8 +6,6 @@ the ranks that hold these, one for each piece that attends to a key. They are su
 
 Shapes: C = tokens of a rank, S = tokens sent, K = gathered keys, H = num_kv_heads, D = head_dim (Dv
 of values). Token indices count the C own tokens, then those received.
-
-Imports: torch. Never transformers.
 """
 
 from __future__ import annotations

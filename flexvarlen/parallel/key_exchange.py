@@ -15,8 +15,6 @@ them. All tables of all ranks have one length, a power of two, so that few shape
 
 Shapes: P = ranks, C = tokens of a rank, R = tokens received. Token indices count the C own tokens,
 then the R received ones.
-
-Imports: torch. Never transformers.
 """
 
 from __future__ import annotations
@@ -125,7 +123,7 @@ def _layout_of_keys(
     *,
     with_padding: bool,
 ) -> PackedLayout:
-    """Of a rank's gathered keys, with sizes that suit all ranks.
+    """The layout of a rank's gathered keys, with sizes that suit all ranks.
 
     Args:
         keys: of each piece of each rank.

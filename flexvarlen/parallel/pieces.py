@@ -27,13 +27,16 @@ class Piece(NamedTuple):
 
 
 Pieces = tuple[tuple[Piece, ...], ...]
-"""Of each rank, in the order of its tokens."""
+"""The pieces of each rank, in the order of its tokens."""
 
 
 def attention_work(
     pieces: Sequence[Sequence[Piece]], lengths: tuple[int, ...], *, causal: bool
 ) -> list[float]:
-    """Of each rank; of bidirectional attention half, so that a whole document has the same."""
+    """The attention work of each rank, in pairs of a query and a key.
+
+    Pairs of bidirectional attention count half, so that a whole document has the same work.
+    """
 
     def work_of(piece: Piece) -> float:
         return piece.work if causal else piece.tokens * lengths[piece.document] / 2

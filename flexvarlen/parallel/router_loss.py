@@ -6,8 +6,6 @@ Transformer, equations 4 to 6, as transformers' `load_balancing_loss_func` compu
 gradient, and P_e is a sum over tokens. So the ranks add up f_e and the tokens, each takes its own
 part of P_e, and their losses and gradients sum to those of the row. Where routers replay the
 experts that an engine chose, f_e counts these.
-
-Imports: torch. Never transformers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """`shard_row` gives each rank its part of a batch that holds one packed row.
 
 Shapes: P = ranks, T = tokens of the whole row.
-
-Imports: torch. Never transformers.
 """
 
 from __future__ import annotations

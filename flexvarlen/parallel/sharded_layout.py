@@ -1,7 +1,4 @@
-"""`sharded_layout`: the layout of the pieces of documents that one rank of a row holds.
-
-Imports: torch. Never transformers.
-"""
+"""`sharded_layout`: the layout of the pieces of documents that one rank of a row holds."""
 
 from __future__ import annotations
 
@@ -101,7 +98,7 @@ class RowShard:
         return positions + self.starts[layout.document_ids()]
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> RowShard:
-        """The same with `move` of the tensors on the device."""
+        """The same shard with `move` of its tensors on the device."""
         return replace(
             self,
             starts=move(self.starts),

@@ -1,7 +1,4 @@
-"""Whether the ranks of a group share a model, and which ranks.
-
-Imports: torch. Never transformers.
-"""
+"""Whether the ranks of a group share a model, and which ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +58,7 @@ def is_tensor_parallel(model: nn.Module) -> bool:
 
 
 def _meshes_of(model: nn.Module) -> Iterator[DeviceMesh]:
-    """Of each parameter that is a DTensor."""
+    """The device mesh of each parameter that is a DTensor."""
     if dist.is_available():
         from torch.distributed.tensor import DTensor
 

@@ -1,8 +1,6 @@
 """Trees of a row over ranks: each lies whole on one, so the ranks exchange nothing.
 
 Shapes: P = ranks, T = tokens of the row, C = T/P tokens of a rank.
-
-Imports: torch. Never transformers.
 """
 
 from __future__ import annotations

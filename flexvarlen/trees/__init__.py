@@ -9,6 +9,4 @@
 | `keys_above.py` | `KeysOfPart`: a layer's keys with those above, also in a compiled graph |
 | `part.py` | `TreePart`: the `shard` of a part's layout |
 | `run.py` | `run_parts`: the loop over the steps |
-
-Imports: torch, `flexvarlen.layout` and `flexvarlen.parallel`. Never transformers.
 """

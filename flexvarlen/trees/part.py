@@ -30,7 +30,7 @@ NOT_PADDED = (
 )
 
 _NUMBERS = count()
-"""Of all parts of this process."""
+"""The numbers of all parts of this process."""
 
 
 class ContinuedSegment(NamedTuple):

@@ -72,7 +72,7 @@ class PartSizes(NamedTuple):
 
     @classmethod
     def of(cls, plan: TreePlan, max_tokens: int, capacity: int, max_depth: int) -> PartSizes:
-        """Those of a plan; `capacity` and `max_depth` are of the layout of the whole trees.
+        """The sizes of a plan's parts; `capacity` and `max_depth` are of the whole trees' layout.
 
         A part holds at most one piece of each segment: every piece but the last fills a part.
         """
@@ -85,7 +85,7 @@ class PartSizes(NamedTuple):
         return self._of(self.tokens, self.capacity, self.max_depth)
 
     def of_keys(self) -> dict[str, int]:
-        """Those for its keys: a tree of padding, one segment of all keys above, then the part."""
+        """Sizes for its keys: a tree of padding, one segment of all keys above, then the part."""
         return self._of(self.keys_above + self.tokens, self.capacity + 2, self.max_depth + 1)
 
     @staticmethod

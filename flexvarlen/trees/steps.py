@@ -26,7 +26,7 @@ class Step(NamedTuple):
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """Those that run."""
+        """The segments that run."""
         if self.part is None:
             return ()
         return self.part.continued if self.is_first_pass else self.part.segments

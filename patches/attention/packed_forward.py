@@ -86,8 +86,8 @@ class PackedForward:
         backend: a backend's name, or a mapping from layer types to names; "auto" is resolved for
             each kind of layer.
         deterministic, batch_invariant: as in `packed_attention`.
-        training: let "auto" assume a backward even if gradients are disabled, as a reentrant
-            checkpoint's are at first, and a reference model's, which should round as the policy.
+        training: let "auto" assume a backward even if gradients are disabled: in the first forward
+            of a reentrant checkpoint, and in a reference model, which should round as the policy.
         kinds: the kinds of the model's layers, as far as they are known.
         has_all_kinds: whether every layer must be of one of `kinds`.
         group: the ranks over which the row is sharded, of which the layout is a shard; or None.
@@ -172,7 +172,8 @@ class PackedForward:
     def postpone(self, recurrent: RecurrentDocuments, dtype: torch.dtype, needs_grad: bool) -> None:
         """Let the first layer call `prepare`; a recurrent layer does so while its kernels compile.
 
-        It runs in another thread, as the layer may be checkpointed with a policy of what to save.
+        It runs in another thread, as the layer may be under selective checkpointing, whose dispatch
+        mode must not see it.
         """
 
         def prepare_once() -> None:

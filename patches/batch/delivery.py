@@ -1,4 +1,4 @@
-"""`Delivery`: what a head and its base model say to each other during one forward.
+"""`Delivery`: the state that a head and its base model share during one forward.
 
 Shapes: T tokens of the row, or of the padded batch; M layers with E experts, K for each token.
 """

@@ -37,8 +37,10 @@ def find_layout(given: GivenDocuments) -> PackedLayout:
     Raises:
         ValueError: boundaries that are not valid, or contradict one another.
 
-    In eager mode it reads the device at most once, or twice if `seq_idx` is given with
-    `cu_seq_lens_q`. In a compiled graph it asserts the boundaries on the device instead.
+    In eager mode it reads the device once for the boundaries, and once more for each other form
+    that it compares them with: `cu_seq_lens_k`, and beside explicit boundaries `seq_idx` and a mask
+    (twice if that needs more slots). In a compiled graph it asserts the boundaries on the device
+    instead.
     """
     check_arguments(given)
     given, conditions = _in_exact_numbers(given)

@@ -83,7 +83,7 @@ def _own_tokens_of_shard(given: Given, layout: PackedLayout, several: bool) -> T
 
 
 def weighted_targets(given: Given, masked: Targets, user_loss: Any) -> Targets:
-    """Of tokens that stand for several samples, which the head's loss would count once.
+    """Targets of tokens that stand for several samples, which the head's loss would count once.
 
     Args:
         given: with `sample_counts` or `label_counts`.

@@ -79,7 +79,7 @@ def _bidirectional(given: Given, layout: PackedLayout, several: bool) -> Tensor 
 
 
 def _with_images(given: Given, layout: PackedLayout, several: bool) -> Tensor:
-    """Of a vision-language model, which would make them from our placeholder of a mask."""
+    """Positions for a vision-language model, which would make them from our placeholder mask."""
     if has_images(given.inputs):
         return image_positions(given.parts.base(given.module), layout, given.inputs)
     positions: Tensor | None = given.inputs.get("position_ids")
@@ -87,7 +87,7 @@ def _with_images(given: Given, layout: PackedLayout, several: bool) -> Tensor:
 
 
 def _by_run(given: Given, layout: PackedLayout, several: bool) -> Tensor | None:
-    """Of longrope, whose tables depend on how long a run of consecutive positions is."""
+    """Positions for longrope, whose tables depend on the length of a run of positions."""
     positions = given.positions
     if positions is None and given.padded is not None:
         positions = given.padded.offsets_in_rows()

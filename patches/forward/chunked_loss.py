@@ -26,7 +26,8 @@ from flexvarlen.patches.lm_head import lm_head
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
 
 MOST_CHUNKS = 64
-"""Of a head that learns in bfloat16 or float16: autograd sums its gradients of chunks in that."""
+"""The most chunks of a head that learns in bfloat16 or float16, in which autograd sums the
+gradients of its chunks."""
 
 
 def call_with_chunked_loss(
@@ -72,7 +73,7 @@ _OF_LOSS = (*LABELS, "num_items_in_batch")
 
 
 def _loss_of_labels(kwargs: dict[str, Any], device: torch.device) -> Loss:
-    """That of ForCausalLMLoss, which shifts labels, and moves what it gets to the logits."""
+    """The loss of ForCausalLMLoss, which shifts labels, and moves what it gets to the logits."""
     labels, count = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
     if labels is None:
         labels = pad(int64_labels(kwargs["labels"]), (0, 1), value=IGNORE_INDEX)[..., 1:]

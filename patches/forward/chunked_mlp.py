@@ -96,7 +96,7 @@ class _Call:
         return cls(module, own, size, hidden.grad_fn, autocast_of(hidden), *states)
 
     def chunks(self, tokens: int) -> Iterator[slice]:
-        """Of this many tokens."""
+        """The chunks of this many tokens."""
         return (slice(first, first + self.size) for first in range(0, tokens, self.size))
 
     def outputs(self, chunk_TH: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class _Call:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Where chunks compute what they did in the forward, and keep their graph."""
+        """Inside, chunks compute what they did in the forward, and keep their graph."""
         kind = self.autocast[0]
         with torch.enable_grad(), fork_rng(self.devices, device_type=kind):
             torch.set_rng_state(self.rng)

@@ -1,4 +1,4 @@
-"""What Trainer and PEFT do around a patched model, which cannot see it, and must not do.
+"""Refuse what goes wrong around a patched model in Trainer and PEFT, which its forward cannot see.
 
 Predictions of a packed classifier are of documents, where Trainer counts examples. PEFT's prompt
 learning wraps the model, and drops the position_ids that mark documents.

@@ -47,7 +47,7 @@ def _row_of_images(base: Any) -> dict[str, Any]:
 
 
 def _two_tokens(base: Any) -> dict[str, Any]:
-    """Of one token, transformers 5.24 would drop a dimension."""
+    """Arguments of two tokens: of one, transformers 5.24 would drop a dimension."""
     side = base.config.vision_config.patch_size * base.config.spatial_merge_size
     sizes = torch.tensor([[side, 2 * side]])
     return {"pixel_values": _pixels([side, 2 * side], 1), "image_sizes": sizes}

@@ -135,7 +135,7 @@ def make_packed_forward(
         deterministic=patch.deterministic,
         batch_invariant=patch.batch_invariant,
         training=grads or module.training or patch.unpad,
-        kinds=patch.kinds,
+        kinds=parts.kinds,
         has_all_kinds=not patch.verify,  # `verify` compares outputs instead
         group=patch.sequence_parallel_group,
         chunk_size=parts.chunk_size,

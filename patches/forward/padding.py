@@ -128,7 +128,7 @@ def _multiple_of(given: Given) -> int:
 
 
 def for_head(given: Given, padded: PaddedBatch) -> Inputs:
-    """The arguments of a head whose base model runs its batch as this packed row."""
+    """As `head_inputs_for_padded_batch`, with labels at padding masked and pooling checked."""
     head, inputs = given.parts.head, given.inputs
     if head.labels == "next token":
         inputs = inputs | next_token_labels(given, padded.unpredicted_tokens(), several=True)
@@ -138,7 +138,7 @@ def for_head(given: Given, padded: PaddedBatch) -> Inputs:
 
 
 def head_inputs_for_padded_batch(given: Given, inputs: Inputs, padded: PaddedBatch) -> Inputs:
-    """The arguments of a head whose base model runs its padded batch as a packed row."""
+    """Check labels by document, and let the head pass the packed row on to its base model."""
     if given.parts.head.labels == "document":
         check_document_labels(inputs.get("labels"), padded.shape[0])
     if given.parts.drops_keywords:

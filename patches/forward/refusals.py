@@ -86,7 +86,7 @@ def refuse_next_token_after_padding(mask: object, row_tokens: int) -> None:
 
 
 def prepare_shared_keys(module: nn.Module, patch: Patch, inputs: Inputs) -> None:
-    """Of a base model whose later layers attend to keys of earlier ones.
+    """Prepare a base model whose later layers attend to keys of earlier ones (Gemma 4).
 
     Raises:
         NotImplementedError: reentrant checkpoints.

@@ -237,7 +237,7 @@ def _replay(router: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _routes_of(router: nn.Module) -> Tensor | None:
-    """Those that the attention of this layer was given; each router takes them once.
+    """The routes that the attention of this layer was given; each router takes them once.
 
     Raises:
         NotImplementedError: a checkpoint computes the router again without its layer's attention.

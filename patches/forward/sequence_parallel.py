@@ -117,7 +117,7 @@ def _mean_over_rank(given: Given) -> str | None:
 
 
 def _parameters_missing(given: Given) -> str | None:
-    """Those of a loss that the user set, without which it would shift labels, or take a mean."""
+    """Parameters that the user's loss lacks, so that it would shift labels, or take a mean."""
     loss = user_loss(given.module) if _learns(given, "next token") else None
     known = _FOR_LOSS if loss is None else inspect.signature(loss).parameters
     return ", ".join(name for name in _FOR_LOSS if name not in known) or None

@@ -35,12 +35,11 @@ def patch_tower(tower: PreTrainedModel, patch: Patch) -> None:
     """
     wrap_forward(tower, TOWER_STEPS)
     before: Any = patch.implementation_before  # by tower; the config's may already be ours
-    parts = ModelParts.of(tower)
+    parts = replace(ModelParts.of(tower), kinds=patch.parts.vision_kinds)
     own = replace(
         patch,
         parts=parts,
         stages=choose_stages(parts, patch),
-        kinds=patch.parts.vision_kinds,
         implementation_before=before["vision_config"],
     )
     setattr(tower, ATTRIBUTE, own)

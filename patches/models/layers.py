@@ -189,8 +189,8 @@ class LayerKind(NamedTuple):
         check_numbers(self.softcap, self.scale)
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         spec = replace(self.spec, cross=cross)
-        spec = spec.of_trees() if trees else spec
-        spec = spec.of_runs() if runs else spec
+        spec = spec.with_trees() if trees else spec
+        spec = spec.with_runs() if runs else spec
         numbers = (self.scale, self.softcap, self.sinks)
         guarantees = (deterministic, batch_invariant)
         # Not changed by _replace: torch 2.11 cannot break a compiled graph that keeps such a copy.

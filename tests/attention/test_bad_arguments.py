@@ -19,6 +19,7 @@ def keys(**changes):
 def test_tensors_that_do_not_fit_reach_a_kernel():
     short = "must have the layout's total_tokens=16 rows, got 8"
     heads = "num_heads must be a multiple of num_kv_heads, got 4 and "
+    sinks = "sinks must be floating point [4] on cpu, got"
     cases = [
         ("q must have shape [tokens, heads, head_dim], got (1, 16, 4, 8)", {"q": tensor()[None]}),
         ("k must have shape [tokens, heads, head_dim], got (16, 8)", {"k": tensor()[:, 0]}),
@@ -39,11 +40,9 @@ def test_tensors_that_do_not_fit_reach_a_kernel():
         (f"{heads}3", keys(heads=3)),
         (f"{heads}8", keys(heads=8)),
         (f"{heads}0", keys(heads=0)),
-        ("sinks must have shape [4] on cpu, got (3,)", {"sinks": torch.zeros(3)}),
-        (
-            "sinks must have shape [4] on cpu, got (4,) on meta",
-            {"sinks": torch.zeros(4, device="meta")},
-        ),
+        (f"{sinks} torch.float32 (3,)", {"sinks": torch.zeros(3)}),
+        (f"{sinks} torch.int64 (4,)", {"sinks": torch.zeros(4, dtype=torch.int64)}),
+        (f"{sinks} torch.float32 (4,) on meta", {"sinks": torch.zeros(4, device="meta")}),
     ]
     assert failed_refusals(cases, attend) == []
 

@@ -99,7 +99,7 @@ def test_cu_seqlens_operator_of_trees():
     layout = tree.layout()
     qkv = [x.requires_grad_() for x in random_qkv(tree.total_tokens, 6, 2, 16)[:3]]
     sizes = KernelSizes(len(tree.lengths), *[layout.max_seqlen_bound] * 4, 0)
-    settings = (*sizes, MaskSpec().of_trees().as_ints(), 0.25, 0.0, False, False, True)
+    settings = (*sizes, MaskSpec().with_trees().as_ints(), 0.25, 0.0, False, False, True)
     torch.library.opcheck(
         OPS.cu_seqlens_forward.default,
         ("plain", *qkv, None, *Levels.of(layout.segments), *settings),

@@ -213,7 +213,7 @@ def test_kernels_without_trees_refuse(kernel):
 @pytest.mark.parametrize("name", ["reference", "sdpa"])
 @pytest.mark.parametrize("window", [None, 20])
 def test_auto_trusts_a_right_kernel_and_not_one_that_ignores_the_tree(name, window, monkeypatch):
-    spec = MaskSpec.of(window=window).of_trees()
+    spec = MaskSpec.of(window=window).with_trees()
     call = AttentionCall(torch.device("cpu"), torch.float32, 4, 2, 16, spec, 0.25)
     assert failure(lambda: compare_with_reference(name, call)) is None
     ignore_branches(monkeypatch)

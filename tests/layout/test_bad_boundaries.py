@@ -23,6 +23,10 @@ def lengths(*values, **sizes):
     return partial(PackedLayout.from_lengths, values, **sizes)
 
 
+def rows(*shape):
+    return partial(PackedLayout.from_rows, *shape, device=torch.device("cpu"))
+
+
 def positions(given, **sizes):
     return partial(PackedLayout.from_position_ids, given, **sizes)
 
@@ -35,6 +39,7 @@ def fields(**changes):
 
 SHAPE = "cu_seqlens must have shape [num_docs + 1] with at least one document, got "
 END = "cu_seqlens must end at or before total_tokens=16, got "
+TOTAL = "total_tokens must be at least the tokens of all documents, "
 BOUND = "max_seqlen_bound must be at least the longest document,"
 SLOTS = "capacity must be at least the"
 POSITIONS = "position_ids must be an integer tensor [B, S], got "
@@ -45,7 +50,9 @@ BAD = [
     ("cu_seqlens must start at 0, got -1", cu_seqlens(-1, 5)),
     ("cu_seqlens must never decrease, got 5 then 3 at index 2", cu_seqlens(0, 5, 3, 8)),
     (f"{END}20", cu_seqlens(0, 5, 20, total_tokens=16)),
-    (f"{END}17", lengths(10, 7, total_tokens=16)),
+    (f"{TOTAL}17, got 16", lengths(10, 7, total_tokens=16)),
+    ("batch must be an integer of at least 0, got -1", rows(-1, 3)),
+    ("row_tokens must be an integer of at least 0, got -1", rows(2, -1)),
     (f"{SHAPE}(1, 2)", partial(PackedLayout.from_cu_seqlens, int32(0, 5)[None])),
     (f"{SHAPE}(1,)", cu_seqlens(0)),
     (f"{SHAPE}(0,)", cu_seqlens()),

@@ -31,7 +31,7 @@ def marked(tokens):
 def mask_of(spec, **layout):
     layout = fv.PackedLayout.from_lengths(LENGTHS, total_tokens=205, **layout)
     runs = runs_of(marked(205))
-    return DocumentMask(layout, spec.of_runs(), runs=runs)
+    return DocumentMask(layout, spec.with_runs(), runs=runs)
 
 
 def expected(spec):
@@ -119,24 +119,24 @@ def test_attention_of_runs(backend, traced, spec):
 @pytest.mark.parametrize("backend", ["varlen", "fa2", "fa3", "fa4", "nested"])
 def test_kernel_without_runs(backend, monkeypatch):
     monkeypatch.setattr(type(get_backend(backend)), "why_missing", lambda *of: None, raising=False)
-    call = AttentionCall(torch.device("cuda"), torch.bfloat16, 2, 1, 64, MaskSpec().of_runs())
+    call = AttentionCall(torch.device("cuda"), torch.bfloat16, 2, 1, 64, MaskSpec().with_runs())
     assert "runs" in get_backend(backend).why_not(call)
 
 
 def test_runs_in_trees_and_cross_attention():
-    for spec in (MaskSpec().of_trees(), MaskSpec.of(cross=True), MaskSpec.of(prefix=True)):
+    for spec in (MaskSpec().with_trees(), MaskSpec.of(cross=True), MaskSpec.of(prefix=True)):
         with pytest.raises(NotImplementedError):
-            spec.of_runs()
+            spec.with_runs()
     with pytest.raises(ValueError, match="runs=True cannot have right"):
-        MaskSpec.of(causal=False).of_runs()
+        MaskSpec.of(causal=False).with_runs()
     with pytest.raises(ValueError, match="does not match"):
-        DocumentMask(fv.PackedLayout.from_lengths([3]), MaskSpec().of_runs())
+        DocumentMask(fv.PackedLayout.from_lengths([3]), MaskSpec().with_runs())
 
 
 def test_runs_that_a_caller_names():
     layout = fv.PackedLayout.from_lengths([100, 105])
     found = DocumentMask.of(layout, window=40, runs=marked(205))
-    expected = DocumentMask(layout, MaskSpec.of(window=40).of_runs(), runs=runs_of(marked(205)))
+    expected = DocumentMask(layout, MaskSpec.of(window=40).with_runs(), runs=runs_of(marked(205)))
     assert torch.equal(found.to_dense(), expected.to_dense())
     with pytest.raises(ValueError, match="runs must be a bool tensor"):
         DocumentMask.of(layout, runs=marked(205).int())

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3TextModel
 
 import flexvarlen as fv
-from flexvarlen.parallel.documents import documents_attention
 from flexvarlen.parallel.gather_keys import gather_keys
 from flexvarlen.parallel.key_exchange import KeyExchange
 from flexvarlen.parallel.pieces import Piece
@@ -38,9 +37,20 @@ GROUPS = {2: (6, 7), 3: (1, 2, 3), 4: (0, 2, 4, 6), 8: tuple(range(8))}
 """The processes of the world that share a row, by their number."""
 
 
+def attention_of_shard(q, k, v, layout, *, group, sinks=None, **options):
+    """`packed_attention` of one rank's tokens, as a layer of a patched model computes it."""
+    keys = layout.shard.keys(options.get("window"), options.get("chunk"), group)
+    layout_q, layout_k = keys.layouts(layout)
+
+    def attend(q, k, v, sinks):
+        return fv.packed_attention(q, k, v, layout_q, layout_k=layout_k, sinks=sinks, **options)
+
+    return keys.attend(attend, q, k, v, sinks)
+
+
 @dataclass(frozen=True)
 class Attention:
-    """A call of `documents_attention`, and of `packed_attention` on the whole row.
+    """A call of `attention_of_shard`, and of `packed_attention` on the whole row.
 
     Attributes:
         heads: of queries, and of keys and values.
@@ -91,7 +101,7 @@ class Attention:
         }
 
         def call(leaves):
-            return self.attend(documents_attention, leaves, layout, group=group)
+            return self.attend(attention_of_shard, leaves, layout, group=group)
 
         if self.compiled:
             torch._dynamo.reset()

@@ -18,7 +18,6 @@ from transformers import (
 )
 
 import flexvarlen as fv
-from flexvarlen.parallel.documents import documents_attention
 from flexvarlen.parallel.plan import plan_row
 from flexvarlen.parallel.sharded_layout import sharded_layout
 from flexvarlen.patches.forward import sequence_parallel
@@ -49,39 +48,16 @@ def refused_rows(group: Any) -> list[str]:
     return failed_refusals(cases, lambda given: fv.shard_row(**row | given))
 
 
-def refused_attention(group: Any) -> list[str]:
-    """Of `documents_attention`, and of a shard elsewhere."""
-    causal, both_ways = (fv.shard_row(ROW, group, causal=x)["packed_layout"] for x in (True, False))
-    x = torch.randn(TOKENS // 2, 2, 16)
-    alone = fv.patch_model(new_model("llama"))
-
-    def attend(given: dict[str, Any]) -> None:
-        options = {"q": x, "k": x, "v": x, "layout": causal, "group": group} | given
-        documents_attention(**options)
-
-    both = {"layout": both_ways, "causal": False}
-    unsupported = "documents_attention does not support "
-    options = [
-        (f"{unsupported}prefix; remove it", {"prefix": torch.tensor([1, 0, 0])}),
-        (f"{unsupported}batch_invariant; remove it", {"batch_invariant": True}),
-        (f"{unsupported}chunk; remove it", {**both, "chunk": 5}),
-        (f"{unsupported}window (left, right); remove it", {**both, "window": (3, 2)}),
-    ]
-    wrong = [
-        ("layout must be the shard of rank", {"layout": WHOLE}),
-        ("k must have the layout's total_tokens=60 rows, got 59", {"k": x[1:]}),
-        ("the layout of a shard must be made for attention with causal=False", {"causal": False}),
-    ]
+def refused_shards(group: Any) -> list[str]:
+    """Where whole documents are needed."""
+    layout = fv.shard_row(ROW, group)["packed_layout"]
+    x, alone = torch.randn(TOKENS // 2, 2, 16), fv.patch_model(new_model("llama"))
     whole = "must describe whole documents, got one rank's shard"
-    elsewhere = [
-        (f"layout {whole}", lambda: fv.packed_attention(x, x, x, causal)),
-        (f"packed_layout {whole}", lambda: alone(IDS[:, : len(x)], packed_layout=causal)),
+    cases = [
+        (f"layout {whole}", lambda: fv.packed_attention(x, x, x, layout)),
+        (f"packed_layout {whole}", lambda: alone(IDS[:, : len(x)], packed_layout=layout)),
     ]
-    return [
-        *failed_refusals(options, attend, NotImplementedError),
-        *failed_refusals(wrong, attend),
-        *failed_refusals(elsewhere, lambda call: call(), (ValueError, NotImplementedError)),
-    ]
+    return failed_refusals(cases, lambda call: call(), (ValueError, NotImplementedError))
 
 
 def refused_forwards(group: Any) -> list[str]:

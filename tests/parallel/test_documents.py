@@ -22,9 +22,9 @@ from tests.parallel.documents_ranks import (
     rounded_once,
 )
 from tests.parallel.documents_refusals import (
-    refused_attention,
     refused_forwards,
     refused_rows,
+    refused_shards,
 )
 from tests.parallel.documents_rows import ROWS, batch_of
 from tests.ranks import Ranks
@@ -135,6 +135,6 @@ def test_a_copy_keeps_the_group_and_a_pickle_leaves_it_out(shares):
         assert found == {"copy": True, "again": True, "whole": "bits", "generated": 2}
 
 
-@pytest.mark.parametrize("refused", [refused_rows, refused_attention, refused_forwards])
+@pytest.mark.parametrize("refused", [refused_rows, refused_shards, refused_forwards])
 def test_a_rank_hangs_or_goes_wrong_on_what_must_be_refused(shares, refused):
     assert shares(2, refused) == [[], []]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import transformers
@@ -74,19 +74,22 @@ def front_table(records: Sequence[Record]) -> Table:
     shown = [r for r in _shown(text) if r.case["pass"] not in WITHOUT_PACKING]
     shown.sort(key=lambda r: (_is_ours(r), _kind(r)))
     columns, forms = grouped_by(shown, _front_column), grouped(shown, "pass")
-    counts = [f"{_leaking_forms(own)} with {name}" for name, own in columns.items()]
-    title = (
-        f"Of {len(forms)} forms of a packed batch, those in which documents leak without a "
-        f"warning, by version of transformers: {'; '.join(counts)}"
-    )
-    return _by_form((form for form in FRONT if form in forms), columns, _verdict, title)
+    table = _by_form((form for form in FRONT if form in forms), columns, _verdict, "")
+    versions = sorted(grouped_by(shown, _version))
+    total = f"all {len(forms)} forms: how many leak under {' / '.join(versions)}"
+    counts = (_leaking_forms(own, versions) for own in columns.values())
+    return replace(table, lines=(*table.lines, (total, *counts)))
 
 
-def _leaking_forms(records: Sequence[Record]) -> str:
-    """In how many forms documents leak, by version of transformers."""
-    versions = sorted(grouped_by(records, _version).items())
-    leaking = [(v, {r.case["pass"] for r in own if r.measures.get("leaks")}) for v, own in versions]
-    return " and ".join(f"{len(forms)} under {version}" for version, forms in leaking)
+def _leaking_forms(records: Sequence[Record], versions: Sequence[str]) -> str:
+    """In how many forms documents leak, under each of these versions of transformers."""
+    by_version = grouped_by(records, _version)
+    cells = []
+    for version in versions:
+        own = by_version.get(version)
+        leaking = {r.case["pass"] for r in own or () if r.measures.get("leaks")}
+        cells.append(NOTHING if own is None else str(len(leaking)))
+    return " / ".join(cells)
 
 
 def _runs(records: Sequence[Record]) -> Iterable[list[Record]]:

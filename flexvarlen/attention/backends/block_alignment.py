@@ -92,8 +92,8 @@ def _align(
     if padding_T is not None:
         padding_A = padding_A | padding_T[source.clamp(max=total_tokens - 1)]
     ends = starts[:-1] + lengths
-    cu_alignd = torch.cat([torch.stack([starts[:-1], ends], 1).flatten(), starts[-1:]])
-    return cu_alignd.contiguous(), source.contiguous(), target_T.contiguous(), padding_A
+    cu_aligned = torch.cat([torch.stack([starts[:-1], ends], 1).flatten(), starts[-1:]])
+    return cu_aligned.contiguous(), source.contiguous(), target_T.contiguous(), padding_A
 
 
 _operator = torch.library.custom_op("flexvarlen::align", mutates_args=())(_align)

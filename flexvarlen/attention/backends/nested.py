@@ -31,8 +31,7 @@ class NestedBackend:
     def why_not(self, call: AttentionCall) -> str | None:
         """Require a plain causal or bidirectional mask."""
         spec = call.spec
-        ahead = spec.prefix or spec.runs
-        if (spec.left, spec.right) not in ((-1, 0), (-1, -1)) or ahead or spec.chunk:
+        if spec.has_window or spec.chunk or spec.prefix or spec.runs:
             return "nested has no windows, chunks, prefixes or runs; use backend='flex'."
         if spec.tree:
             return "nested has no trees; use backend='flex'."

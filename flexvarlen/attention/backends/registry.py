@@ -199,7 +199,7 @@ def why_not(
         num_heads,
         num_kv_heads,
         head_dim,
-        spec.of_trees() if tree else spec,
+        spec.with_trees() if tree else spec,
         softcap=softcap,
         sinks=sinks,
         needs_grad=needs_grad,
@@ -220,7 +220,10 @@ def available_backends(
     head_dim: int = 64,
     needs_grad: bool = True,
 ) -> list[str]:
-    """Return the backends that can serve such calls on this machine. Arguments as in `why_not`."""
+    """Return the backends that can serve such calls on this machine.
+
+    Arguments and errors as in `why_not`.
+    """
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     kind = {"device": device, "dtype": dtype, "needs_grad": needs_grad, **heads}
     return [name for name in BACKENDS if why_not(name, **kind) is None]  # type: ignore[arg-type]

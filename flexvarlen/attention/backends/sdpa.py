@@ -55,9 +55,9 @@ class SdpaBackend:
         if k.segments is not None:
             return k.segments.table
         cu_q, cu_k = q.cu_seqlens, k.cu_seqlens
-        on_host = q.cu_seqlens_host is not None and mask.runs is None
-        if on_host and q.cu_seqlens_host is not None and k.cu_seqlens_host is not None:
-            cu_q, cu_k = q.cu_seqlens_host, k.cu_seqlens_host
+        q_host, k_host = q.cu_seqlens_host, k.cu_seqlens_host
+        if mask.runs is None and q_host is not None and k_host is not None:
+            cu_q, cu_k = q_host, k_host
         # Not zeros_like: for CUDA graphs Inductor moves zeros to the GPU, and not the boundaries.
         dead, prefix = cu_q & 0, cu_q & 0
         for layout in (q, k) if mask.spec.cross else (q,):

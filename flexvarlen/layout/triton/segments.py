@@ -14,7 +14,7 @@ TOKENS = 256
 
 @triton.jit
 def ends_and_positions(table, tokens, slots, search_steps):
-    """Of each token, one past the last that may see it, and its position; in slots + 1 columns."""
+    """For each token, one past the last that may see it, and its position; slots + 1 columns."""
     slot = slots_of(table, tokens, slots, search_steps)
     columns = slots + 1
     above = tl.load(table + 2 * columns + slot)

@@ -236,7 +236,7 @@ class TableViews:
 def table_views(
     total_tokens: tuple[int, int], block_size: tuple[int, int], width: tuple[int, int]
 ) -> TableViews:
-    """Of tables of these sizes, as in `table_shapes`."""
+    """The views of tables of these sizes, as in `table_shapes`."""
     views, offset = [], 0
     for shape in table_shapes(total_tokens, block_size, width):
         strides = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]

@@ -104,7 +104,7 @@ class Level(NamedTuple):
         return len(self.cu_seqlens) - 1
 
     def of(self, slots: Iterable[int]) -> list[int]:
-        """Those of the level among some slots."""
+        """The slots of this level among some slots."""
         return [slot for slot in slots if 0 <= slot - self.first < self.slots]
 
 

@@ -22,13 +22,13 @@ from torch import Tensor
 from flexvarlen.layout.triton.launcher import Launcher
 
 TOKENS, CHANNELS = 8, 256
-"""Of a block, in the forward and in the gradients of x: the fastest of ten on an H100."""
+"""Sizes of a block, in the forward and in the gradients of x: the fastest of ten on an H100."""
 SUMMED_TOKENS, SUMMED_CHANNELS, SUMMED_BLOCKS, SUMMED_WARPS = 4, 128, 32, 1
 """Of a block in the gradients of sums, and the blocks and warps of a program: the fastest of 15 on
 an H100, by far. A thread holds all tokens of its channels, so it adds up the gradients of their
 weights alone."""
 ROWS = 5
-"""Of a program: the gradients of the weights of 0 to 3 back, and of the bias."""
+"""Rows of a program's result: the gradients of the weights of 0 to 3 back, and of the bias."""
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def _gradients_of_sums(
     BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Of the sums, and for each program those of the weights and of the bias."""
+    """Gradients of the sums, and for each program of the weights and the bias."""
     row = tl.program_id(0) // tl.cdiv(C, CHANNELS)
     weight_0 = tl.zeros([CHANNELS], tl.float32)
     weight_1, weight_2, weight_3, of_bias = weight_0, weight_0, weight_0, weight_0

@@ -58,7 +58,7 @@ class Errors:
         reference_loss: float,
         reference_gradients: Mapping[str, Tensor],
     ) -> Errors:
-        """Of a loss, and of the gradient of each parameter that the reference has."""
+        """The errors of a loss, and of the gradient of each parameter that the reference has."""
         each = _gradient_errors(gradients, reference_gradients)
         return cls(loss=scalar_error(loss, reference_loss), gradients=each)
 
@@ -260,7 +260,7 @@ def over_allowed(results: Iterable[Compared], dtype: torch.dtype) -> float:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """Those that a backward left in the parameters."""
+    """The gradients that a backward left in the parameters."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -329,7 +329,7 @@ def _errors(
 def _gradient_errors(
     found: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 ) -> dict[str, Error]:
-    """Of a parameter that no document reaches, such as a vision tower's, none is as good as 0."""
+    """The errors of gradients; where no document reaches a parameter, None is as good as 0."""
     return {
         name: Error.between(found.get(name, x), x)
         if name in found or not bool(x.any())

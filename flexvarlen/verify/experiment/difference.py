@@ -31,7 +31,7 @@ class Difference:
 
     @classmethod
     def over(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Difference:
-        """Of several pairs, as if each side were one long tensor."""
+        """The difference over several pairs, as if each side were one long tensor."""
         pieces: list[tuple[Tensor, ...]] = []
         for pair in pairs:
             halves = (x.detach().reshape(-1).split(PIECE_ELEMENTS) for x in pair)

@@ -65,7 +65,7 @@ def test_a_kernel_without_a_backward_is_not_taken_for_training():
 
 def test_kernels_that_attend_level_by_level_are_not_taken_for_deep_trees():
     """FA3 is faster than FlexAttention's Triton kernel on two levels, and slower on more."""
-    call = AttentionCall(torch.device("cuda"), torch.bfloat16, 16, 8, 128, MaskSpec().of_trees())
+    call = AttentionCall(torch.device("cuda"), torch.bfloat16, 16, 8, 128, MaskSpec().with_trees())
     for depth, kernels in ((2, ["fa3", "flex"]), (4, ["flex", "fa3"]), (13, ["flex", "fa3"])):
         sizes = bucket((32_768, 64, 8192, depth, 1))
         times = table.nearest(call, sizes, (9, 0), table.shipped_cases()).times(needs_grad=True)

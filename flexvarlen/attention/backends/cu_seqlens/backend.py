@@ -114,7 +114,7 @@ class CuSeqlensBackend:
                 "align='top_left'; use backend='flex', pass align='bottom_right', or remove "
                 "layout_k if each document has as many keys as queries."
             )
-        if not self.has_windows and (spec.left, spec.right) not in ((-1, 0), (-1, -1)):
+        if spec.has_window and not self.has_windows:
             return f"{self.name} has no sliding windows; use backend='flex'."
         if not self.has_softcap and call.softcap is not None:
             return f"{self.name} has no softcap; use backend='flex'."

@@ -51,7 +51,7 @@ class CudnnBackend(CuSeqlensBackend):
             *boundaries,
             True,
             0.0,
-            call.spec.right == 0,
+            call.spec.causal,
             False,
             scale=call.scale,
         )

@@ -95,7 +95,7 @@ def _keywords(boundaries: CallBoundaries, call: AttentionCall) -> dict[str, Any]
         "max_seqlen_q": boundaries.max_seqlen_q,
         "max_seqlen_k": boundaries.max_seqlen_k,
         "softmax_scale": call.scale,
-        "is_causal": call.spec.right == 0,
+        "is_causal": call.spec.causal,
         "window_size_left": call.spec.left,
         "window_size_right": call.spec.right,
         "softcap": call.softcap or 0.0,

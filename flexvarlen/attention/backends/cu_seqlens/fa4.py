@@ -54,7 +54,7 @@ class FlashAttention4Backend(FlashAttentionBackend):
             v,
             **boundaries._asdict(),
             softmax_scale=call.scale,
-            causal=call.spec.right == 0,
+            causal=call.spec.causal,
             softcap=call.softcap,
             window_size_left=_side(call.spec.left),
             window_size_right=_side(call.spec.right),
@@ -78,7 +78,7 @@ class FlashAttention4Backend(FlashAttentionBackend):
         dq, dk, dv = self.kernel(q.device).backward(
             *(q, k, v, out, grad, lse),
             call.scale,
-            call.spec.right == 0,
+            call.spec.causal,
             call.softcap or 0.0,
             window_size_left=_side(call.spec.left),
             window_size_right=_side(call.spec.right),

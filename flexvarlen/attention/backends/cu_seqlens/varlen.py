@@ -109,7 +109,7 @@ class VarlenBackend(CuSeqlensBackend):
 
 
 def _is_plainly_causal(call: AttentionCall) -> bool:
-    return call.spec.right == 0 and call.spec.left < 0
+    return call.spec.causal and call.spec.left < 0
 
 
 @cache
