@@ -83,13 +83,10 @@ def front_table(records: Sequence[Record]) -> Table:
 
 def _leaking_forms(records: Sequence[Record], versions: Sequence[str]) -> str:
     """In how many forms documents leak, under each of these versions of transformers."""
-    by_version = grouped_by(records, _version)
-    cells = []
-    for version in versions:
-        own = by_version.get(version)
-        leaking = {r.case["pass"] for r in own or () if r.measures.get("leaks")}
-        cells.append(NOTHING if own is None else str(len(leaking)))
-    return " / ".join(cells)
+    leaking: dict[str, set[str]] = {}
+    for version, own in grouped_by(records, _version).items():
+        leaking[version] = {r.case["pass"] for r in own if r.measures.get("leaks")}
+    return " / ".join(str(len(leaking[v])) if v in leaking else NOTHING for v in versions)
 
 
 def _runs(records: Sequence[Record]) -> Iterable[list[Record]]:
