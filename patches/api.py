@@ -16,7 +16,7 @@ from flexvarlen.layout.arguments import checked_sizes
 from flexvarlen.parallel.sharded_parameters import splits_tied_embeddings
 from flexvarlen.patches.adapters import why_not_adapters
 from flexvarlen.patches.apply import apply_patch, make_patch, undo_patch
-from flexvarlen.patches.forward.chunks import check_chunk_tokens
+from flexvarlen.patches.forward.chunk_tokens import check_chunk_tokens
 from flexvarlen.patches.forward.padding import check_unpad
 from flexvarlen.patches.forward.row_size import check_same_bits
 from flexvarlen.patches.forward.wrapper import is_wrapped

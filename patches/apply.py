@@ -12,7 +12,6 @@ from flexvarlen.patches.attention.backend_choice import (
     names_in,
     same_bits_choice,
 )
-from flexvarlen.patches.forward.choices import CHOICES_STEPS
 from flexvarlen.patches.forward.chunked_mlp import chunk_mlps, unchunk_mlps
 from flexvarlen.patches.forward.guards import guard_trainer_and_peft
 from flexvarlen.patches.forward.head_checks import (
@@ -25,6 +24,7 @@ from flexvarlen.patches.forward.head_checks import (
     unmark_bare_head,
     unwrap_loss,
 )
+from flexvarlen.patches.forward.multiple_choice import CHOICES_STEPS
 from flexvarlen.patches.forward.recurrent_layers import patch_recurrent, unpatch_recurrent
 from flexvarlen.patches.forward.replay import patch_routers, unpatch_routers
 from flexvarlen.patches.forward.row_size import fix_head_size, free_head_size

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from flexvarlen.attention.auto import decide as auto
+from flexvarlen.attention.auto.cache_keys import Sizes, bucket, describe, sizes, sizes_in_graph
 from flexvarlen.attention.auto.decide import Decision
-from flexvarlen.attention.auto.keys import Sizes, bucket, describe, sizes, sizes_in_graph
 from flexvarlen.attention.backends.registry import named_refusal
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.env import torch_state

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flexvarlen.attention.auto.cache_keys import bucket, describe, sizes
 from flexvarlen.attention.auto.decide import (
     CANDIDATES,
     Order,
@@ -15,7 +16,6 @@ from flexvarlen.attention.auto.decide import (
     measure_kernels,
     order,
 )
-from flexvarlen.attention.auto.keys import bucket, describe, sizes
 from flexvarlen.attention.backends.registry import BACKENDS, refusal
 from flexvarlen.attention.call import AttentionCall, attention_call, is_past_int32
 from flexvarlen.attention.choose import forget_decisions

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from flexvarlen.env import BATCH_INVARIANT, DETERMINISTIC, resolve_flag
-from flexvarlen.patches.attention.context_parallel import why_not_sharded
+from flexvarlen.patches.attention.other_sharding import why_not_sharded
 from flexvarlen.patches.attention.packed_forward import PackedForward, Unpacked
 from flexvarlen.patches.batch.find_layout import find_layout
 from flexvarlen.patches.batch.given_documents import BOUNDARIES, GivenDocuments

@@ -17,7 +17,7 @@ from flexvarlen.layout.labels import IGNORE_INDEX, LABELS, int64_labels
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.labels import Loss, loss_of
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
-from flexvarlen.patches.forward.chunks import autocast_of
+from flexvarlen.patches.forward.chunk_tokens import autocast_of
 from flexvarlen.patches.forward.head_checks import user_loss
 from flexvarlen.patches.forward.padding import require_dict
 from flexvarlen.patches.forward.router import router_loss

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.random import fork_rng
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from flexvarlen.patches.forward.chunks import Autocast, autocast_of
+from flexvarlen.patches.forward.chunk_tokens import Autocast, autocast_of
 from flexvarlen.patches.forward.wrapper import (
     Steps,
     call_own,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flexvarlen.attention.backends.registry import IMPLEMENTATIONS
 from flexvarlen.layout.labels import why_not_ignore_index
-from flexvarlen.patches.attention.context_parallel import why_not_sharded
+from flexvarlen.patches.attention.other_sharding import why_not_sharded
 from flexvarlen.patches.batch.given import Given, Inputs
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.batch.unsupported_keywords import refuse_unread

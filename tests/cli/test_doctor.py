@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import flexvarlen as fv
 from flexvarlen import env
-from flexvarlen.attention.auto import cache_file, keys
+from flexvarlen.attention.auto import cache_file, cache_keys
 from flexvarlen.attention.backends.cu_seqlens import fa2, fa3, fa4, hub
 from flexvarlen.cli import app
 from flexvarlen.cli.install import advice, install
@@ -128,7 +128,7 @@ def test_scans_that_were_checked_on_another_machine_are_named(monkeypatch, tmp_p
     assert "fla's scans" not in said()
     monkeypatch.setattr(fla_kernels, "why_not", lambda x: None)
     assert said().endswith("first use; on this machine, none has run yet.")
-    machine = keys.machine(torch.device("cpu"))
+    machine = cache_keys.machine(torch.device("cpu"))
     notes = {f"{machine}; {NOTED}scan one": {}, f"another machine; {NOTED}scan two": {}}
     cache_file.write_entries(cache_file.cache_path(), notes)
     assert said().endswith("passed the check on this machine: scan one.")

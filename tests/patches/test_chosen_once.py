@@ -17,7 +17,7 @@ ROOT = Path(fv.__file__).parents[1]
 OF_CAPABILITIES = (
     "patches/batch/padded_batch.py",
     "patches/batch/shared_rows.py",
-    "patches/forward/choices.py",
+    "patches/forward/multiple_choice.py",
     "patches/forward/chunked_mlp.py",
     "patches/forward/neftune.py",
     "patches/forward/padding.py",

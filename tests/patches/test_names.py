@@ -22,7 +22,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 
 import flexvarlen as fv
 from flexvarlen.packing import loader_pass
-from flexvarlen.patches.attention.context_parallel import why_not_sharded
+from flexvarlen.patches.attention.other_sharding import why_not_sharded
 from flexvarlen.patches.forward.refusals import refuse_reentrant_checkpoints
 from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.models.layers import recurrent_layers

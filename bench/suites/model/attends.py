@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 import flexvarlen as fv
-from flexvarlen.attention.auto.keys import sizes
+from flexvarlen.attention.auto.cache_keys import sizes
 from flexvarlen.attention.choose import decision_for
 from flexvarlen.patches.parts import ModelParts
 from flexvarlen.verify.experiment.tree_batch import Row

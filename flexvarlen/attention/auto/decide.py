@@ -26,7 +26,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from flexvarlen.attention.auto import keys, table
+from flexvarlen.attention.auto import cache_keys, table
 from flexvarlen.attention.auto.cache_file import Entry, cache_path, read_entries, write_entries
 from flexvarlen.attention.auto.candidate_call import why_nothing_runs
 from flexvarlen.attention.auto.check_results import (
@@ -91,7 +91,7 @@ _measured: dict[str, Entry] = {}
 
 _failed: dict[str, str] = {}
 _right: set[str] = set()
-"""By `keys.check_key`: why a kernel failed or is wrong, and the kernels that are right."""
+"""By `cache_keys.check_key`: why a kernel failed or is wrong, and the kernels that are right."""
 
 
 def reset() -> None:
@@ -106,14 +106,14 @@ def candidates(call: AttentionCall) -> tuple[str, ...]:
     return tuple(n for n in names if n in BACKENDS and refusal(n, call) is None)
 
 
-def order(call: AttentionCall, bucket: keys.Bucket | None) -> Order:
+def order(call: AttentionCall, bucket: cache_keys.Bucket | None) -> Order:
     """The order in which backends are tried.
 
     Args:
         call: the kind of call. Inside a compiled graph, kernels are ordered by device time alone.
         bucket: bucket of its sizes; None if they are not known.
     """
-    wasteful = call.needs_grad and bucket is not None and keys.is_wasteful(bucket)
+    wasteful = call.needs_grad and bucket is not None and cache_keys.is_wasteful(bucket)
     fixed = fixed_order(call, wasteful=wasteful)
     if call.device.type not in CANDIDATES:
         return Order(fixed, f"by the built-in order, as nothing was measured on {call.device.type}")
@@ -139,7 +139,7 @@ def order(call: AttentionCall, bucket: keys.Bucket | None) -> Order:
 
 def decide(
     call: AttentionCall,
-    bucket: keys.Bucket | None,
+    bucket: cache_keys.Bucket | None,
     mask: DocumentMask | None,
     *,
     check: bool = True,
@@ -182,7 +182,7 @@ def decide(
 # ---- measurements of the user ----
 
 
-def measure_kernels(call: AttentionCall, bucket: keys.Bucket, mask: DocumentMask) -> None:
+def measure_kernels(call: AttentionCall, bucket: cache_keys.Bucket, mask: DocumentMask) -> None:
     """Time all kernels that can serve the call on these documents, and store the times in the file.
 
     Raises:
@@ -200,7 +200,7 @@ def measure_kernels(call: AttentionCall, bucket: keys.Bucket, mask: DocumentMask
         return
     timings, failed = time_kernels(call, mask, names)
     for name, reason in failed.items():
-        _failed[keys.check_key(name, call)] = reason
+        _failed[cache_keys.check_key(name, call)] = reason
         _warn_of_failure(name, call, reason)
     if not timings:
         return
@@ -208,15 +208,15 @@ def measure_kernels(call: AttentionCall, bucket: keys.Bucket, mask: DocumentMask
         name: {part: astuple(timing) for part, timing in vars(both).items()}
         for name, both in timings.items()
     }
-    key = keys.answer_key(call, bucket)
-    right = [keys.check_key(name, call) for name in timings]
+    key = cache_keys.answer_key(call, bucket)
+    right = [cache_keys.check_key(name, call) for name in timings]
     _measured[key] = entry
     _right.update(right)
     write_entries(cache_path(), {key: entry} | {name: {} for name in right})
 
 
-def _own_timings(call: AttentionCall, bucket: keys.Bucket) -> dict[str, HostAndDevice]:
-    key, path = keys.answer_key(call, bucket), cache_path()
+def _own_timings(call: AttentionCall, bucket: cache_keys.Bucket) -> dict[str, HostAndDevice]:
+    key, path = cache_keys.answer_key(call, bucket), cache_path()
     entry = _measured.get(key) or read_entries(path).get(key)
     return {} if entry is None else _from_entry(entry, path)
 
@@ -257,7 +257,7 @@ _COMPILED = ("flex", "flex_fa4")
 
 def known_failure(name: str, call: AttentionCall) -> str | None:
     """Why this process has found a kernel to fail or to be wrong, or None."""
-    return _failed.get(keys.check_key(name, call))
+    return _failed.get(cache_keys.check_key(name, call))
 
 
 def check_named(name: str, call: AttentionCall, mask: DocumentMask | None) -> bool:
@@ -273,7 +273,7 @@ def check_named(name: str, call: AttentionCall, mask: DocumentMask | None) -> bo
     if (reason := known_failure(name, kind)) is not None:
         raise NotImplementedError(
             f"{what} fails the check against the reference on this machine, for "
-            f"{keys.describe(call)}: {reason}; use another backend, such as 'flex'."
+            f"{cache_keys.describe(call)}: {reason}; use another backend, such as 'flex'."
         )
     if checked or origin is None:
         return checked
@@ -289,7 +289,7 @@ def _check_once(name: str, call: AttentionCall, mask: DocumentMask | None) -> bo
     unchecked = call.device.type not in CANDIDATES or name in _UNCHECKED
     if unchecked and not must_be_checked(name, call.device):
         return True
-    key = keys.check_key(name, call)
+    key = cache_keys.check_key(name, call)
     if key in _right:
         return True
     if key in _failed:
@@ -321,6 +321,6 @@ def _check_once(name: str, call: AttentionCall, mask: DocumentMask | None) -> bo
 def _warn_of_failure(name: str, call: AttentionCall, reason: str) -> None:
     warnings.warn(
         f"flexvarlen: {name} failed when auto tried it ({reason}), so auto skips it for "
-        f"{keys.describe(call)}; select it by name to see the error.",
+        f"{cache_keys.describe(call)}; select it by name to see the error.",
         stacklevel=2,
     )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexvarlen.attention.auto.keys import Bucket, bucket
+from flexvarlen.attention.auto.cache_keys import Bucket, bucket
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.spec import UNLIMITED, MaskSpec
 

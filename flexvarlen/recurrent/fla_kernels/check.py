@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flexvarlen.attention.auto import keys
+from flexvarlen.attention.auto import cache_keys
 from flexvarlen.attention.auto.cache_file import cache_path, read_entries, write_entries
 from flexvarlen.attention.auto.candidate_call import (
     in_own_thread,
@@ -171,7 +171,7 @@ def _check_once(
 
 
 def _key(scan: Scan, device: torch.device) -> str:
-    return f"{keys.machine(device)}; {NOTED}{scan}{whose_configs()}"
+    return f"{cache_keys.machine(device)}; {NOTED}{scan}{whose_configs()}"
 
 
 _known: dict[str, str | None] = {}
@@ -190,7 +190,7 @@ _asked: list[torch.device] = []
 
 def noted(device: torch.device) -> list[str]:
     """The scans that the cache file records as right on this machine."""
-    start = f"{keys.machine(device)}; {NOTED}"
+    start = f"{cache_keys.machine(device)}; {NOTED}"
     return sorted(key[len(start) :] for key in read_entries(cache_path()) if key.startswith(start))
 
 

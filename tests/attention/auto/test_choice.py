@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import flexvarlen as fv
 from flexvarlen import env as switches
 from flexvarlen.attention import choose
+from flexvarlen.attention.auto import cache_keys, table
 from flexvarlen.attention.auto import decide as auto
-from flexvarlen.attention.auto import keys, table
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.layout.launch_sizes import SHORT_ROW
 from flexvarlen.mask.document_mask import DocumentMask
@@ -122,26 +122,30 @@ def test_kernels_launched_for_the_longest_that_may_come():
     """A graph that alone sees the documents of a long row: flex, whose time does not grow so."""
     call = AttentionCall(torch.device("cuda"), torch.bfloat16, 8, 2, 64)
     tokens, slots = 32_768, 256  # patch_model's defaults
-    wasteful = (tokens, slots, tokens, 1, keys._BOUNDS)
-    sizes = keys.bucket(wasteful)
-    assert keys.is_wasteful(sizes)
-    assert not keys.is_wasteful(keys.bucket((tokens, slots, tokens, 1, keys._OWN)))
-    assert not keys.is_wasteful(keys.bucket((tokens, slots, 1024, 1, keys._BOUNDS)))
-    assert not keys.is_wasteful(keys.bucket((2048, 64, 2048, 1, keys._BOUNDS)))
-    assert keys.is_wasteful(keys.bucket((8, 8, 8, 1, keys._OWN, *wasteful)))
+    wasteful = (tokens, slots, tokens, 1, cache_keys._BOUNDS)
+    sizes = cache_keys.bucket(wasteful)
+    assert cache_keys.is_wasteful(sizes)
+    assert not cache_keys.is_wasteful(
+        cache_keys.bucket((tokens, slots, tokens, 1, cache_keys._OWN))
+    )
+    assert not cache_keys.is_wasteful(
+        cache_keys.bucket((tokens, slots, 1024, 1, cache_keys._BOUNDS))
+    )
+    assert not cache_keys.is_wasteful(cache_keys.bucket((2048, 64, 2048, 1, cache_keys._BOUNDS)))
+    assert cache_keys.is_wasteful(cache_keys.bucket((8, 8, 8, 1, cache_keys._OWN, *wasteful)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "_own_timings", lambda call, sizes: {})
         assert auto.order(call.in_graph(), sizes).names[0] == "flex"
     long = a_layout(30, 34, tokens=SHORT_ROW + 1, bound=SHORT_ROW + 1)
-    for layout, launch in ((long, keys._OWN), (a_layout(), keys._BOUNDS)):
-        assert keys.sizes(DocumentMask.of(layout))[-1] == launch
-    assert keys.sizes(DocumentMask.of(long.replace(num_docs=None)))[-1] == keys._BOUNDS
+    for layout, launch in ((long, cache_keys._OWN), (a_layout(), cache_keys._BOUNDS)):
+        assert cache_keys.sizes(DocumentMask.of(layout))[-1] == launch
+    assert cache_keys.sizes(DocumentMask.of(long.replace(num_docs=None)))[-1] == cache_keys._BOUNDS
 
 
 def test_sizes_do_not_depend_on_documents():
     """A compiled graph, which knows none, would look for another choice than the eager call."""
     masks = [DocumentMask.of(a_layout(*lengths)) for lengths in ((1,), (30, 34), (5,) * 8)]
-    assert len({keys.sizes(mask) for mask in masks}) == 1
+    assert len({cache_keys.sizes(mask) for mask in masks}) == 1
 
 
 def test_cpu_takes_the_fixed_order():
@@ -183,9 +187,10 @@ def test_one_graph_for_all_packings(two):
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("hints", [True, False])
 def test_dynamic_sizes_are_not_guarded_on(two, hints, monkeypatch):
-    monkeypatch.setattr(keys, "_HINTS", keys._HINTS and hints)
+    monkeypatch.setattr(cache_keys, "_HINTS", cache_keys._HINTS and hints)
     compiled = torch.compile(call_auto, fullgraph=True, dynamic=True, backend="eager")
-    factor = BY_FAST if keys._HINTS else 1.0  # sizes that a graph does not know: the fixed order
+    # Where a graph does not know sizes: the fixed order.
+    factor = BY_FAST if cache_keys._HINTS else 1.0
     for tokens in (64, 62, 50, 200):
         qkv, layout = tensors(tokens), a_layout(20, 30, tokens=tokens, bound=tokens)
         expected = factor * fv.packed_attention(*qkv, layout, backend="sdpa")
@@ -196,7 +201,7 @@ def test_dynamic_sizes_are_not_guarded_on(two, hints, monkeypatch):
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_a_symbolic_size_with_one_value(two, monkeypatch):
     """A model may have compared it with a number before."""
-    monkeypatch.setattr(keys, "_HINTS", False)
+    monkeypatch.setattr(cache_keys, "_HINTS", False)
 
     @torch.compile(fullgraph=True, dynamic=True, backend="eager")
     def call(qkv, layout):

@@ -14,7 +14,7 @@ import torch
 import flexvarlen as fv
 from flexvarlen import env as switches
 from flexvarlen.attention import choose
-from flexvarlen.attention.auto import cache_file, keys, measure
+from flexvarlen.attention.auto import cache_file, cache_keys, measure
 from flexvarlen.measure import timing
 from tests.attention.auto.stand_ins import (
     CLOCK,
@@ -67,7 +67,7 @@ def test_a_measurement_holds_for_calls_of_its_kind(surprising, other):
 
 def test_a_measurement_of_other_versions_is_not_used(surprising, monkeypatch):
     explain(measure=True)
-    monkeypatch.setattr(keys, "versions", lambda: (("torch", "99"),))
+    monkeypatch.setattr(cache_keys, "versions", lambda: (("torch", "99"),))
     assert explain().chosen == "recorded"
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexvarlen.attention.auto import table
-from flexvarlen.attention.auto.keys import bucket
+from flexvarlen.attention.auto.cache_keys import bucket
 from flexvarlen.attention.auto.table import Times
 from flexvarlen.attention.call import AttentionCall
 from flexvarlen.mask.spec import MaskSpec
