@@ -102,7 +102,8 @@ def patch_model(
         loss_chunk_tokens: with labels, compute the loss from hidden states, the logits of this
             many tokens at a time, in the backward too; `logits` of the outputs are then None. The
             loss must be transformers' own for the next token. A compiled graph has as many copies
-            of the head as there are chunks. Forwards with a cache or a 4D mask compute all logits.
+            of the head as there are chunks. Forwards without labels (also under Trainer's label
+            smoothing), that continue a cache, or with a 4D mask compute all logits.
         mlp_chunk_tokens: run each MLP on this many tokens at a time ("tiled MLP"), in the forward
             and the backward, and save only its input. Meant for layers under non-reentrant gradient
             checkpointing, where it adds no recomputation unless a norm follows the MLP; elsewhere

@@ -12,6 +12,7 @@ from flexvarlen.patches.attention.backend_choice import (
     names_in,
     same_bits_choice,
 )
+from flexvarlen.patches.forward.chunked_loss import check_forward
 from flexvarlen.patches.forward.chunked_mlp import chunk_mlps, unchunk_mlps
 from flexvarlen.patches.forward.guards import guard_trainer_and_peft
 from flexvarlen.patches.forward.head_checks import (
@@ -62,6 +63,8 @@ def make_patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) ->
         NotImplementedError: a backend cannot serve the layers it was chosen for.
     """
     require_keywords(wrapped_modules(inner, parts))
+    if settings.loss_chunk_tokens is not None:
+        check_forward(inner)
     if settings.sequence_parallel_group is not None:
         check_group(settings.sequence_parallel_group)
     every = (*parts.kinds, *parts.vision_kinds)

@@ -148,7 +148,7 @@ class ContextParallelMixin(Trainer):  # type: ignore[misc]
     # ---- losses ----
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """A step on this rank's shard; returns the mean of the ranks' losses."""
+        """A step on this rank's shard; returns its loss, of which Trainer logs the mean."""
         inner = getattr(model, "_orig_mod", model)  # of a compiled model
         wrapped = isinstance(inner, DistributedDataParallel | FullyShardedDataParallel)
         if not (wrapped or any(isinstance(x, DTensor) for x in model.parameters())):  # FSDP2
@@ -279,7 +279,8 @@ def settings_that_read_logits(trainer: Any) -> dict[str, bool]:
 
 def has_known_loss(trainer: Trainer) -> bool:
     """Whether the loss is transformers' or TRL's, which accept the labels of a shard."""
-    return type(trainer).compute_loss.__module__.partition(".")[0] in ("transformers", "trl")
+    name = getattr(trainer.compute_loss, "__module__", "")  # of the instance's, if it has one
+    return name.partition(".")[0] in ("transformers", "trl")
 
 
 def is_padded(trainer: Any) -> bool:

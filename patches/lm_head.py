@@ -63,6 +63,7 @@ class _Head:
         self._head: Any = object.__new__(type(model))
         modules = {**model._modules, base: _GivenStates(model._modules[base])}
         head = model.get_output_embeddings()
+        self.parameters = head.parameters
         if any(map(is_fsdp2, head.modules())):
             modules |= {name: _Gathered(head) for name, x in modules.items() if x is head}
         vars(self._head).update(vars(model), _modules=modules)

@@ -146,8 +146,6 @@ def patch_trainer(
             "verify": verify,
         }
         _unpad_models(trainer, backend, options | in_chunks)
-        if loss_chunk_tokens is not None:
-            _refuse_predictions(trainer)
         if replays_rollout(trainer):
             replay_rollouts(trainer)
         if block_size > 1:
@@ -176,15 +174,15 @@ def _unpad_models(trainer: Any, backend: BackendChoice, options: dict[str, Any])
             undo.enter_context(trainer.accelerator.autocast())
         for model in _models(trainer):
             undo.callback(restore, model, current_patch(model))
-            others = {} if model is trainer.model else _unsupported(model)
+            others = {} if model is trainer.model else _not_of_others(model)
             patch_model(model, backend, unpad=True, **options | others)
         undo.pop_all()
 
 
-def _unsupported(model: nn.Module) -> dict[str, Any]:
+def _not_of_others(model: nn.Module) -> dict[str, Any]:
     """The options that a model beside the policy does not take, with their defaults."""
     parts = ModelParts.of(transformers_model(model))
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"loss_chunk_tokens": None}  # its logits are read
     if parts.head.pools:  # scores of documents
         options["same_bits"] = None
     if why_no_trees(parts) is not None:
@@ -211,22 +209,6 @@ def _check_own_loss(trainer: Any) -> None:
         raise ValueError(
             f"loss_chunk_tokens computes no logits, which {' and '.join(given)} needs; remove it."
         )
-
-
-def _refuse_predictions(trainer: Any) -> None:
-    """Raise where predictions are asked for, as long as its model computes no logits."""
-    own = trainer.prediction_step
-
-    def prediction_step(model: Any, inputs: Any, loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        patch = current_patch(trainer.model)
-        if not loss_only and patch is not None and patch.loss_chunk_tokens is not None:
-            raise NotImplementedError(
-                "predictions need logits, which a model with loss_chunk_tokens does not compute "
-                "beside labels; predict after fv.unpatch_model(trainer.model), or without it."
-            )
-        return own(model, inputs, loss_only, *args, **kwargs)
-
-    trainer.prediction_step = prediction_step
 
 
 _PAIRS = ("DPOTrainer",)

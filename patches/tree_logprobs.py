@@ -36,7 +36,7 @@ def tree_logprobs(
     max_tokens: int | None = None,
     temperature: float = 1.0,
     sampling_mask: Tensor | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
 ) -> Tensor:
     """The log-probability of each token's label in a row of trees of any size.
 
@@ -52,7 +52,7 @@ def tree_logprobs(
         max_tokens: tokens of a part at most, as in `SharedPrefixes.parts`; None: one part.
         temperature, sampling_mask: as in `token_logprobs`; the mask `[1, T, K]`, of
             `shared.fold(fv.sampling_masks(...), -1)`.
-        chunk_tokens: tokens whose logits exist at a time.
+        chunk_tokens: tokens whose logits exist at a time, as in `token_logprobs`.
 
     Returns:
         `[1, T]` in fp32 or wider, 0 where there is no label; `shared.unfold` splits it by sample.
@@ -90,7 +90,7 @@ def tree_scores(
     max_tokens: int | None = None,
     temperature: float = 1.0,
     sampling_mask: Tensor | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
 ) -> Sequence[Tensor]:
     """Scores of each token's label, as `tree_logprobs`, each `[T]`.
 

@@ -11,19 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax
-from torch.utils.checkpoint import checkpoint
 
-from flexvarlen.layout.arguments import require_tensor, to_int_or_none, whole_numbers
+from flexvarlen.layout.arguments import require_tensor, whole_numbers
 from flexvarlen.layout.document_row import document_boundaries
+from flexvarlen.layout.head_chunks import by_chunk, check_head
 from flexvarlen.layout.labels import IGNORE_INDEX, unpredicted_tokens
 from flexvarlen.layout.packed_layout import PackedLayout
 from flexvarlen.layout.per_document import accumulation_dtype, flat_tokens, sum_documents
 from flexvarlen.layout.sampling import checked_sampling_mask, require_temperature, sampled_logits
-
-BARE_HEAD = "_flexvarlen_bare_head"
-"""The attribute of a head's linear layer after which its model scales or caps the logits."""
 
 
 class DocumentLogprobs(NamedTuple):
@@ -57,7 +54,7 @@ def document_logprobs(
     entropy: bool = False,
     temperature: float = 1.0,
     sampling_mask: Tensor | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
 ) -> DocumentLogprobs:
     """The log-probability of each document's labels: sum, mean and count, and for each token.
 
@@ -65,7 +62,7 @@ def document_logprobs(
     labels at padding do not count. Softmax and sums are in fp32.
 
     With `head` the logits of only `chunk_tokens` tokens exist at a time: the head is called on one
-    chunk after the other, and again in the backward.
+    chunk after the other, and again in the backward, where its parameters must be the same.
 
     Args:
         x: logits `[T, V]` or `[B, S, V]`; with `head`, hidden states `[T, H]` or `[B, S, H]`.
@@ -78,7 +75,7 @@ def document_logprobs(
             patched model then raises.
         entropy: whether to compute `entropies` too.
         temperature, sampling_mask: as in `token_logprobs`.
-        chunk_tokens: C, at least 1.
+        chunk_tokens: as in `token_logprobs`.
 
     Returns:
         `DocumentLogprobs`.
@@ -86,7 +83,7 @@ def document_logprobs(
     Raises:
         ValueError: x or labels have the wrong shape, dtype or device, `head` is a whole model or
             lacks what its model does to the logits, the temperature or `chunk_tokens` is not
-            positive, or a sampling mask lacks a label.
+            positive, a chunk is too small for such a head, or a sampling mask lacks a label.
 
     Differentiable once. No sync, but one for a sampling mask; traces under `fullgraph=True`.
 
@@ -119,7 +116,7 @@ def token_logprobs(
     head: Callable[[Tensor], Tensor] | None = None,
     temperature: float = 1.0,
     sampling_mask: Tensor | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
 ) -> Tensor:
     """The log-probability of each token's next token.
 
@@ -139,7 +136,8 @@ def token_logprobs(
             tokens that the engine kept for each next token, -1 after the last
             (`flexvarlen.sampling_masks`): the log-probabilities are then normalised over these
             alone. A token without ids keeps the whole vocabulary.
-        chunk_tokens: C, at least 1.
+        chunk_tokens: C, at least 1; default: 1,024. A head that learns in half precision has at
+            most 64 chunks, as autograd sums its gradients in that dtype, and a larger default.
 
     Returns:
         `[...]` in fp32, or fp64 of fp64 logits; 0 where the label is -100.
@@ -173,7 +171,7 @@ def tree_loss(
     num_items_in_batch: Tensor | int | None = None,
     *,
     head: Callable[[Tensor], Tensor] | None = None,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
 ) -> Tensor:
     """The cross entropy that the samples would have had if each was computed by itself.
 
@@ -235,7 +233,7 @@ def token_scores(
     head: Callable[[Tensor], Tensor] | None,
     temperature: float,
     kept: Tensor | None,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
 ) -> list[Tensor]:
     """What `names` in `SCORES` say of each token's next token, as `token_logprobs`.
 
@@ -271,43 +269,17 @@ def _by_chunk(
     head: Any,
     temperature: float,
     kept_TK: Tensor | None,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
 ) -> list[Tensor]:
     """`_scores` of one chunk after the other, each `[T]`."""
-    if head is not None and not callable(head):
-        raise ValueError(
-            f"head must be callable, got {type(head).__name__}; pass a module of the model's."
-        )
-    if hasattr(head, "base_model"):  # of transformers, or PEFT's around one
-        raise ValueError(
-            "head must map hidden states to logits, got a whole model, "
-            f"{type(head).__name__}; pass flexvarlen.lm_head(model)."
-        )
-    if isinstance(head, nn.Module) and any(hasattr(x, BARE_HEAD) for x in head.modules()):
-        raise ValueError(
-            "head must scale or cap the logits as the patched model does (such as Granite, Cohere "
-            f"2 and Gemma 2), got its {type(head).__name__} alone; pass flexvarlen.lm_head(model), "
-            "or a function that does both."
-        )
-    chunk = to_int_or_none(chunk_tokens)
-    if chunk is None or chunk < 1:
-        raise ValueError(
-            f"chunk_tokens must be an integer, at least 1, got {chunk_tokens!r}; pass 1024."
-        )
-
+    check_head(head)
     temperature = require_temperature(temperature)
 
-    def score(x_CH: Tensor, next_C: Tensor, kept_CK: Tensor | None) -> tuple[Tensor, ...]:
-        logits_CV = x_CH if head is None else head(x_CH)
+    def score(logits_CV: Tensor, next_C: Tensor, kept_CK: Tensor | None) -> tuple[Tensor, ...]:
         dtype = accumulation_dtype(logits_CV)
         return _scores(sampled_logits(logits_CV, temperature, kept_CK, dtype), next_C, names)
 
-    xs, nexts = x_TH.split(chunk), next_T.split(chunk)
-    kept = [None] * len(xs) if kept_TK is None else kept_TK.split(chunk)
-    chunks = [
-        checkpoint(score, *each, use_reentrant=False) for each in zip(xs, nexts, kept, strict=True)
-    ]
-    return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+    return by_chunk(score, head, chunk_tokens, x_TH, next_T, kept_TK)
 
 
 def _scores(logits_CV: Tensor, next_C: Tensor, names: Sequence[str]) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from flexvarlen.layout.labels import IGNORE_INDEX, LABELS, int64_labels
+from flexvarlen.parallel.sharded_parameters import is_fsdp2
 from flexvarlen.patches.attention.packed_forward import PackedForward
 from flexvarlen.patches.batch.labels import Loss, loss_of
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
@@ -21,13 +22,16 @@ from flexvarlen.patches.forward.chunk_tokens import autocast_of
 from flexvarlen.patches.forward.head_checks import user_loss
 from flexvarlen.patches.forward.padding import require_dict
 from flexvarlen.patches.forward.router import router_loss
-from flexvarlen.patches.forward.wrapper import call_own, has_fused_head_of_trl
+from flexvarlen.patches.forward.wrapper import (
+    call_own,
+    has_fused_head_of_trl,
+    is_of_user,
+    outer_forwards,
+    own_forwards,
+)
 from flexvarlen.patches.lm_head import lm_head
+from flexvarlen.patches.parts import base_of
 from flexvarlen.patches.state import ATTRIBUTE, CONTEXT
-
-MOST_CHUNKS = 64
-"""The most chunks of a head that learns in bfloat16 or float16, in which autograd sums the
-gradients of its chunks."""
 
 
 def call_with_chunked_loss(
@@ -47,19 +51,20 @@ def call_with_chunked_loss(
     if of_row is None and kwargs.get("labels") is None:
         return call_own(module, own, args, kwargs)
     _check_call(module, kwargs)
+    _check_base(base_of(module))
     without = {name: x for name, x in kwargs.items() if name not in _OF_LOSS}
     outputs = call_own(module, own, args, without | {"logits_to_keep": 1})
     delivery, chunk_tokens = context.delivery, module.__dict__[ATTRIBUTE].loss_chunk_tokens
     hidden, delivery.hidden_states = delivery.hidden_states, None
     assert hidden is not None
-    head = lm_head(module)  # which gathers what FSDP2 shards, in the dtype that is checked next
-    _check_chunks(module, hidden, chunk_tokens)
     loss = _loss_of_labels(kwargs, hidden.device) if of_row is None else of_row
     device_type, dtype, enabled = delivery.autocast  # of accelerate, which is left by now
     with torch.autocast(device_type, dtype, enabled):
-        found = loss(hidden, head=head, chunk_tokens=chunk_tokens)
+        found = loss(hidden, head=lm_head(module), chunk_tokens=chunk_tokens)
     others = {name: x for name, x in outputs.items() if name not in ("loss", "logits")}
-    return type(outputs)(loss=found + router_loss(module, outputs), **others)
+    balance = router_loss(module, outputs)
+    balance = balance.to(found.device) if isinstance(balance, Tensor) else balance
+    return type(outputs)(loss=found + balance, **others)
 
 
 def keep_hidden_states(module: nn.Module, packed: PackedForward, outputs: Any) -> None:
@@ -82,6 +87,31 @@ def _loss_of_labels(kwargs: dict[str, Any], device: torch.device) -> Loss:
     return loss_of(labels, torch.ones_like(labels), count)
 
 
+def check_forward(model: nn.Module) -> None:
+    """Refuse a model whose instance has another `forward`, which may add to the loss.
+
+    Raises:
+        NotImplementedError: a `forward` that no library set.
+    """
+    if any(is_of_user(each) for each in own_forwards(model)):
+        raise NotImplementedError(
+            f"loss_chunk_tokens needs transformers' own forward, got a {type(model).__name__} with "
+            "another one, which may change the loss; call patch_model without it."
+        )
+
+
+def _check_base(base: nn.Module) -> None:
+    changes = len(base._forward_hooks) > is_fsdp2(base)
+    if not torch.compiler.is_compiling():
+        changes |= any(is_of_user(each) for each in outer_forwards(base))
+    if changes:
+        raise NotImplementedError(
+            "loss_chunk_tokens takes the hidden states that the base model's own forward returns, "
+            f"got a {type(base).__name__} with a forward hook, or a forward set after patch_model; "
+            "remove it, or call patch_model without loss_chunk_tokens."
+        )
+
+
 def _check_call(module: Any, kwargs: dict[str, Any]) -> None:
     loss = user_loss(module) or module.loss_function
     if loss is not ForCausalLMLoss:
@@ -101,14 +131,3 @@ def _check_call(module: Any, kwargs: dict[str, Any]) -> None:
             f"no logits, got {kept}; remove it, or the labels."
         )
     require_dict(module.config, kwargs)
-
-
-def _check_chunks(module: Any, hidden: Tensor, chunk_tokens: int) -> None:
-    tokens, weight = hidden.shape[:-1].numel(), module.get_output_embeddings().weight
-    learns_low = weight.requires_grad and weight.dtype.itemsize < 4
-    if learns_low and torch.is_grad_enabled() and tokens > MOST_CHUNKS * chunk_tokens:
-        raise ValueError(
-            f"loss_chunk_tokens must be at least {-(-tokens // MOST_CHUNKS)} for {tokens} tokens, "
-            f"as the gradient of a head in {weight.dtype} is summed over the chunks in that dtype, "
-            f"got {chunk_tokens}; pass a larger one, or train in float32 under autocast."
-        )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flexvarlen.import_hook import after_import
 from flexvarlen.patches.adapters import why_not_adapters
-from flexvarlen.patches.state import ATTRIBUTE
+from flexvarlen.patches.state import ATTRIBUTE, Patch
 
 
 @functools.cache
@@ -25,7 +25,7 @@ def guard_trainer_and_peft() -> None:
 
 
 def _guard_predictions(module: ModuleType) -> None:
-    """Make Trainer raise where it would cut the predictions of a patched classifier.
+    """Make Trainer raise where a patched model has no logits, or where it would cut a classifier's.
 
     Trainer gathers a batch's predictions from all ranks, which hangs if they have different
     numbers, and cuts those of the last batch to the examples that the dataset has left.
@@ -34,8 +34,12 @@ def _guard_predictions(module: ModuleType) -> None:
     prediction_step = trainer_class.prediction_step
 
     @functools.wraps(prediction_step)
-    def guarded(self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        found = prediction_step(self, model, inputs, *args, **kwargs)
+    def guarded(
+        self: Any, model: nn.Module, inputs: Any, loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not loss_only and inputs.get("labels") is not None:
+            _require_logits(model)
+        found = prediction_step(self, model, inputs, loss_only, *args, **kwargs)
         if _gives_documents(model):
             logits = next(iter(found[1]), None) if isinstance(found[1], tuple) else found[1]
             ids = inputs.get("input_ids", inputs.get("inputs_embeds"))
@@ -65,9 +69,21 @@ def _guard_prompts(peft_model: ModuleType) -> None:
     cls.get_prompt = guarded
 
 
+def _patches(model: nn.Module) -> list[Patch]:
+    return [vars(module)[ATTRIBUTE] for module in model.modules() if ATTRIBUTE in vars(module)]
+
+
 def _gives_documents(model: nn.Module) -> bool:
-    patches = (module.__dict__.get(ATTRIBUTE) for module in model.modules())
-    return any(patch.parts.head.labels == "document" for patch in patches if patch is not None)
+    return any(patch.parts.head.labels == "document" for patch in _patches(model))
+
+
+def _require_logits(model: nn.Module) -> None:
+    """Refuse predictions of a model that computes no logits: they would be its other outputs."""
+    if any(patch.loss_chunk_tokens is not None for patch in _patches(model)):
+        raise NotImplementedError(
+            "predictions need logits, which a model with loss_chunk_tokens does not compute "
+            "beside labels; predict after fv.unpatch_model(trainer.model), or without it."
+        )
 
 
 def _check(accelerator: Any, *, documents: int, rows: int) -> None:

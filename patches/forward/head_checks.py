@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from flexvarlen.layout.arguments import is_integer_tensor
-from flexvarlen.layout.logprobs import BARE_HEAD
+from flexvarlen.layout.head_chunks import BARE_HEAD
 from flexvarlen.packing.loader_pass import DISPATCH_NOTHING
 from flexvarlen.patches.forward.wrapper import has_fused_head_of_trl, is_wrapped
 from flexvarlen.patches.models.heads import NO_HEAD, Head, changes_logits

@@ -157,12 +157,15 @@ def test_options_of_padded_batches_are_refused(tmp_path):
         fv.patch_trainer(trainer, context_parallel=2)
 
 
-def test_encoders_are_refused(tmp_path, monkeypatch):
-    """Their heads take the mean over the labels of a process."""
+def test_losses_of_other_counts_are_refused(tmp_path, monkeypatch):
+    """An encoder's takes the mean over the labels of a process; a user's may too."""
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     args = TrainingArguments(output_dir=str(tmp_path), report_to=[])
     trainer = Trainer(model=new_model("bert"), args=args)
     assert "does not support an encoder;" in why_not_context_parallel(trainer, 2)
+    trainer = Trainer(model=new_model("llama"), args=args)
+    trainer.compute_loss = lambda model, inputs, **_: model(**inputs).loss
+    assert "does not support a compute_loss of Trainer;" in why_not_context_parallel(trainer, 2)
 
 
 def test_loader_workers_shard():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import peft
 import pytest
@@ -250,9 +251,22 @@ def test_trainers_that_read_logits(tmp_path):
         trainer.predict(trainer.eval_dataset)
     fv.patch_model(trainer.model, "sdpa", unpad=True)
     assert len(trainer.predict(trainer.eval_dataset).predictions) == len(samples())
+    alone = trainer_of(tmp_path)
+    fv.patch_model(alone.model, "sdpa", loss_chunk_tokens=CHUNK)
+    with pytest.raises(NotImplementedError, match="predictions need logits"):
+        alone.predict(alone.eval_dataset)
     of_trl = trainer_of(tmp_path, type("SFTTrainer", (Trainer,), {"__module__": "trl.trainer"}))
     with pytest.raises(ValueError, match="SFTTrainer's default loss computes no logits"):
         fv.patch_trainer(of_trl, "sdpa", loss_chunk_tokens=CHUNK)
+
+
+def test_models_beside_the_policy(tmp_path):
+    """A loss of several models reads the others' logits."""
+    trainer = trainer_of(tmp_path)
+    trainer.teacher = new_model("llama")
+    fv.patch_trainer(trainer, "sdpa", loss_chunk_tokens=CHUNK)
+    assert trainer.model(**padded()).logits is None
+    assert trainer.teacher(**padded()).logits is not None
 
 
 def test_patched_below_a_wrapper(fresh_accelerate):
@@ -278,14 +292,47 @@ def test_the_base_model_alone():
     assert torch.equal(model.model(**inputs).last_hidden_state, expected.last_hidden_state)
 
 
-def test_sums_in_low_precision():
-    """Of a head that learns in bfloat16 too many chunks stall; a frozen one has no sum."""
+def test_adapters_in_low_precision():
+    """As a head in bfloat16: too many chunks would stall their sum."""
+    lora = peft.LoraConfig(target_modules=["lm_head"])
     model = new_model("llama").to(torch.bfloat16)
+    model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
     fv.patch_model(model, "sdpa", loss_chunk_tokens=1)
-    with pytest.raises(ValueError, match="loss_chunk_tokens must be at least 2 for 80 tokens"):
+    with pytest.raises(ValueError, match=r"at least 2 of 80 tokens, .* loss_chunk_tokens"):
         model(**rows())
-    model.get_output_embeddings().requires_grad_(False)
+    model.requires_grad_(False)
     assert model(**rows()).loss.isfinite()
+
+
+def halved(module, inputs, outputs):
+    return type(outputs)(last_hidden_state=outputs.last_hidden_state / 2)
+
+
+def hook_base(model):
+    model.model.register_forward_hook(halved)
+
+
+def wrap_base(model):
+    own = model.model.forward
+
+    @functools.wraps(own)
+    def forward(*args, **kwargs):
+        return halved(None, args, own(*args, **kwargs))
+
+    model.model.forward = forward
+
+
+@pytest.mark.parametrize(
+    ("change", "compiled"), [(hook_base, False), (hook_base, True), (wrap_base, False)]
+)
+def test_a_base_model_whose_outputs_change(change, compiled):
+    """The loss takes the hidden states inside its forward, before that."""
+    model = fv.patch_model(new_model("llama"), "sdpa", loss_chunk_tokens=CHUNK)
+    change(model)
+    if compiled:
+        model = torch.compile(model, backend="eager")
+    with pytest.raises(NotImplementedError, match="the base model's own forward returns"):
+        model(**rows())
 
 
 class OwnLoss(LlamaForCausalLM):
@@ -293,7 +340,15 @@ class OwnLoss(LlamaForCausalLM):
         return super().forward(input_ids, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
 
 
+def with_another_forward():
+    model = new_model("llama")
+    own = model.forward
+    model.forward = functools.wraps(own)(lambda *args, **kwargs: own(*args, **kwargs))
+    return model
+
+
 REFUSED_MODELS = {
+    "another forward": (with_another_forward, "transformers' own forward, got a LlamaForCausalLM"),
     "own forward": (lambda: OwnLoss(new_model("llama").config), "with transformers' own forward"),
     "z-loss": (lambda: new_model("bamba", z_loss_coefficient=0.1), "z_loss_coefficient=0.1"),
 }

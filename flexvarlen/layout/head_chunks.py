@@ -1,0 +1,134 @@
+"""Call a head on one chunk of tokens after the other, in the backward too, for `logprobs`.
+
+Shapes: T tokens, C of a chunk; H = hidden size; V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flexvarlen.layout.arguments import to_int_or_none
+
+BARE_HEAD = "_flexvarlen_bare_head"
+"""The attribute of a head's linear layer after which its model scales or caps the logits."""
+
+CHUNK_TOKENS = 1024
+MOST_CHUNKS = 64
+"""Of a head that learns in half precision: autograd sums its gradients of chunks in that dtype."""
+
+Head = Callable[[Tensor], Tensor]
+
+
+def check_head(head: Any) -> None:
+    """Raise ValueError unless `head` maps hidden states to the logits of its model."""
+    if head is not None and not callable(head):
+        raise ValueError(
+            f"head must be callable, got {type(head).__name__}; pass a module of the model's."
+        )
+    if hasattr(head, "base_model"):  # of transformers, or PEFT's around one
+        raise ValueError(
+            "head must map hidden states to logits, got a whole model, "
+            f"{type(head).__name__}; pass flexvarlen.lm_head(model)."
+        )
+    if isinstance(head, nn.Module) and any(hasattr(x, BARE_HEAD) for x in head.modules()):
+        raise ValueError(
+            "head must scale or cap the logits as the patched model does (such as Granite, Cohere "
+            f"2 and Gemma 2), got its {type(head).__name__} alone; pass flexvarlen.lm_head(model), "
+            "or a function that does both."
+        )
+
+
+def by_chunk(
+    score: Callable[..., tuple[Tensor, ...]],
+    head: Head | None,
+    chunk_tokens: int | None,
+    x_TH: Tensor,
+    *others_T: Tensor | None,
+) -> list[Tensor]:
+    """What `score` returns of logits `[C, V]` and C of each of the others, joined to `[T]` each.
+
+    Args:
+        head: maps hidden states to logits; None: `x_TH` is the logits. Its parameters must be the
+            same in the backward, if it has a method `parameters`.
+        chunk_tokens: C; None: as many as fit `CHUNK_TOKENS` and `MOST_CHUNKS`.
+
+    Raises:
+        ValueError: C is no positive integer, or makes too many chunks.
+        RuntimeError: in the backward, if parameters have changed since.
+    """
+    chunk = _chunk_tokens(head, chunk_tokens, len(x_TH))
+    guards = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    used: dict[str, list[Any]] = {}
+
+    def score_chunk(x_CH: Tensor, *others_C: Tensor | None) -> tuple[Tensor, ...]:
+        logits_CV = x_CH if head is None else head(x_CH)
+        if guards:
+            found = _identities(head)
+            if found != used.setdefault("forward", found):
+                raise RuntimeError(
+                    "parameters of a head must be the same in the backward, got others, or some "
+                    "that were changed in place; step the optimizer after the backward, and remove "
+                    "functional_call."
+                )
+        return score(logits_CV, *others_C)
+
+    xs = x_TH.split(chunk)
+    others = [[None] * len(xs) if x is None else x.split(chunk) for x in others_T]
+    with _each_casts_for_itself(x_TH.device.type):
+        chunks = [
+            checkpoint(score_chunk, *each, use_reentrant=False)
+            for each in zip(xs, *others, strict=True)
+        ]
+    return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+
+
+def _each_casts_for_itself(device_type: str) -> AbstractContextManager[Any]:
+    """Autocast without its cache, in which all chunks would share one cast of the weights.
+
+    Their gradients would be summed in the low precision of that cast.
+    """
+    available = torch.amp.is_autocast_available(device_type)
+    if not (available and torch.is_autocast_enabled(device_type)):
+        return nullcontext()
+    dtype = torch.get_autocast_dtype(device_type)
+    return torch.autocast(device_type, dtype, cache_enabled=False)
+
+
+def _chunk_tokens(head: Head | None, chunk_tokens: int | None, tokens: int) -> int:
+    least = -(-tokens // MOST_CHUNKS)
+    dtypes = (x.dtype for x in _parameters(head) if x.requires_grad and x.dtype.itemsize < 4)
+    low = next(dtypes, None) if torch.is_grad_enabled() else None
+    if chunk_tokens is None:
+        return CHUNK_TOKENS if low is None else max(CHUNK_TOKENS, least)
+    chunk = to_int_or_none(chunk_tokens)
+    if chunk is None or chunk < 1:
+        raise ValueError(
+            f"chunk_tokens must be an integer, at least 1, got {chunk_tokens!r}; pass "
+            f"{CHUNK_TOKENS}."
+        )
+    if low is not None and chunk < least:
+        raise ValueError(
+            f"chunks of a head must have at least {least} of {tokens} tokens, as the gradient of a "
+            f"parameter in {low} is summed over the chunks in that dtype, got {chunk}; pass a "
+            "larger chunk_tokens (to patch_model: loss_chunk_tokens), or train in float32."
+        )
+    return chunk
+
+
+def _parameters(head: Any) -> list[Tensor]:
+    found: Any = getattr(head, "parameters", None)
+    return [] if found is None else [*found()]
+
+
+def _identities(head: Any) -> list[Any]:
+    """What changes with a parameter. FSDP1 has other tensors in the backward, no `Parameter`."""
+    return [
+        (id(x), x._version) if isinstance(x, nn.Parameter) and not x.is_inference() else type(x)
+        for x in _parameters(head)
+    ]
