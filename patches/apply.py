@@ -95,6 +95,7 @@ def make_patch(inner: PreTrainedModel, parts: ModelParts, settings: Settings) ->
         named=named,
         backends=(named,),
         implementation_before=implementation_before(inner),
+        attributes=(*vars(inner), ATTRIBUTE),
         checked_on=checked_on,
     )
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flexvarlen.parallel.sharded_parameters import is_fsdp2
 from flexvarlen.patches.inner_model import transformers_model
 from flexvarlen.patches.parts import base_of, name_of
+from flexvarlen.patches.state import ATTRIBUTE, Patch
 
 
 def lm_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -66,7 +68,11 @@ class _Head:
         self.parameters = head.parameters
         if any(map(is_fsdp2, head.modules())):
             modules |= {name: _Gathered(head) for name, x in modules.items() if x is head}
-        vars(self._head).update(vars(model), _modules=modules)
+        copied = self._head.__dict__
+        for name in _attributes(model):
+            if name in model.__dict__:
+                copied[name] = model.__dict__[name]
+        copied["_modules"] = modules
 
     def __call__(self, hidden: Tensor) -> Tensor:
         states = hidden.reshape(1, -1, hidden.shape[-1])
@@ -74,6 +80,12 @@ class _Head:
         out = type(self._head).forward(self._head, inputs_embeds=states, return_dict=True)
         logits: Tensor = out.logits  # not the first output where routers have a loss
         return logits.view(*hidden.shape[:-1], logits.shape[-1])
+
+
+def _attributes(model: nn.Module) -> Iterable[str]:
+    """The names of a model's attributes, which torch 2.11 cannot list while it traces."""
+    patch: Patch | None = model.__dict__.get(ATTRIBUTE)
+    return vars(model) if patch is None or not torch.compiler.is_compiling() else patch.attributes
 
 
 class _Gathered(nn.Module):
@@ -111,15 +123,14 @@ class _Gathered(nn.Module):
 
 
 class _GivenStates(nn.Module):
-    """Replaces a base model: returns the states that it is called with.
-
-    It copies the base's numbers, as Falcon-H1's head multiplies by one of them.
-    """
+    """Replaces a base model: returns the states that it is called with."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
-        own = vars(base).items()
-        self.__dict__.update({k: x for k, x in own if not k.startswith("_") and k != "forward"})
+        self.__dict__["base"] = base  # not as a child
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["base"], name)  # Falcon-H1's head multiplies by a number of it
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Outputs:
         """Return the given states as a base model's outputs."""

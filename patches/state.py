@@ -138,6 +138,7 @@ class Patch(Settings):
         named: the backend whose attn_implementation it set.
         backends: backends that its config may name: of all patched models that share the config.
         implementation_before: the attn_implementation to restore, by tower if it has any.
+        attributes: names of the attributes of the whole model.
         checked_on: the device and dtype for which `same_bits` was checked.
     """
 
@@ -146,6 +147,7 @@ class Patch(Settings):
     named: str
     backends: tuple[str, ...]
     implementation_before: str | dict[str, str]
+    attributes: tuple[str, ...]
     checked_on: tuple[torch.device, torch.dtype] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:

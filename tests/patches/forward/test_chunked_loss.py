@@ -19,6 +19,7 @@ from transformers import (
 
 import flexvarlen as fv
 from flexvarlen.patches.models.families import BY_TYPE
+from tests.backends import DEVICES
 from tests.contract_oracle import gradients_of
 from tests.contract_training import settings
 from tests.patches.forward.test_trees import samples
@@ -178,12 +179,15 @@ def test_logits_of_all_tokens_never_exist(form):
     assert seen.rows >= 80
 
 
-def test_one_graph():
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_graph(device):
     torch._dynamo.reset()
-    model = fv.patch_model(new_model("llama").train(), "sdpa", loss_chunk_tokens=32)
+    model = new_model("llama").train().to(device)
+    fv.patch_model(model, "sdpa" if device == "cpu" else "flex", loss_chunk_tokens=32)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    expected, gradients = learned(model, rows())
-    out = compiled(**rows())
+    inputs = {name: x.to(device) for name, x in rows().items()}
+    expected, gradients = learned(model, inputs)
+    out = compiled(**inputs)
     model.zero_grad()
     out.loss.backward()
     torch.testing.assert_close(out.loss, expected.loss)
