@@ -5,7 +5,7 @@ Shapes: T tokens, C of a chunk; H = hidden size; V = vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -60,22 +60,29 @@ def by_chunk(
 
     Raises:
         ValueError: C is no positive integer, or makes too many chunks.
-        RuntimeError: in the backward, if parameters have changed since.
+        RuntimeError: in the backward, parameters are not those of the forward.
     """
-    chunk = _chunk_tokens(head, chunk_tokens, len(x_TH))
-    guards = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    used: dict[str, list[Any]] = {}
+    parameters: Callable[[], Iterable[Tensor]] = getattr(head, "parameters", list)
+    chunk = _chunk_tokens(parameters(), chunk_tokens, len(x_TH))
+    checks = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    in_forward: list[list[Any]] = []
 
     def score_chunk(x_CH: Tensor, *others_C: Tensor | None) -> tuple[Tensor, ...]:
         logits_CV = x_CH if head is None else head(x_CH)
-        if guards:
-            found = _identities(head)
-            if found != used.setdefault("forward", found):
+        if checks:
+            # FSDP1 has other tensors in the backward, but no Parameter.
+            used = [
+                (id(x), x._version) if isinstance(x, nn.Parameter) else type(x)
+                for x in parameters()
+                if not x.is_inference()
+            ]
+            if used != (in_forward or [used])[0]:
                 raise RuntimeError(
                     "parameters of a head must be the same in the backward, got others, or some "
                     "that were changed in place; step the optimizer after the backward, and remove "
                     "functional_call."
                 )
+            in_forward.append(used)
         return score(logits_CV, *others_C)
 
     xs = x_TH.split(chunk)
@@ -99,9 +106,9 @@ def _each_casts_for_itself(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, dtype, cache_enabled=False)
 
 
-def _chunk_tokens(head: Head | None, chunk_tokens: int | None, tokens: int) -> int:
+def _chunk_tokens(parameters: Iterable[Tensor], chunk_tokens: int | None, tokens: int) -> int:
     least = -(-tokens // MOST_CHUNKS)
-    dtypes = (x.dtype for x in _parameters(head) if x.requires_grad and x.dtype.itemsize < 4)
+    dtypes = (x.dtype for x in parameters if x.requires_grad and x.dtype.itemsize < 4)
     low = next(dtypes, None) if torch.is_grad_enabled() else None
     if chunk_tokens is None:
         return CHUNK_TOKENS if low is None else max(CHUNK_TOKENS, least)
@@ -118,16 +125,3 @@ def _chunk_tokens(head: Head | None, chunk_tokens: int | None, tokens: int) -> i
             "larger chunk_tokens (to patch_model: loss_chunk_tokens), or train in float32."
         )
     return chunk
-
-
-def _parameters(head: Any) -> list[Tensor]:
-    found: Any = getattr(head, "parameters", None)
-    return [] if found is None else [*found()]
-
-
-def _identities(head: Any) -> list[Any]:
-    """What changes with a parameter. FSDP1 has other tensors in the backward, no `Parameter`."""
-    return [
-        (id(x), x._version) if isinstance(x, nn.Parameter) and not x.is_inference() else type(x)
-        for x in _parameters(head)
-    ]

@@ -24,10 +24,8 @@ from flexvarlen.patches.forward.padding import require_dict
 from flexvarlen.patches.forward.router import router_loss
 from flexvarlen.patches.forward.wrapper import (
     call_own,
+    has_forward_of_user,
     has_fused_head_of_trl,
-    is_of_user,
-    outer_forwards,
-    own_forwards,
 )
 from flexvarlen.patches.lm_head import lm_head
 from flexvarlen.patches.parts import base_of
@@ -51,7 +49,6 @@ def call_with_chunked_loss(
     if of_row is None and kwargs.get("labels") is None:
         return call_own(module, own, args, kwargs)
     _check_call(module, kwargs)
-    _check_base(base_of(module))
     without = {name: x for name, x in kwargs.items() if name not in _OF_LOSS}
     outputs = call_own(module, own, args, without | {"logits_to_keep": 1})
     delivery, chunk_tokens = context.delivery, module.__dict__[ATTRIBUTE].loss_chunk_tokens
@@ -93,22 +90,10 @@ def check_forward(model: nn.Module) -> None:
     Raises:
         NotImplementedError: a `forward` that no library set.
     """
-    if any(is_of_user(each) for each in own_forwards(model)):
+    if has_forward_of_user(model, below=True):
         raise NotImplementedError(
             f"loss_chunk_tokens needs transformers' own forward, got a {type(model).__name__} with "
             "another one, which may change the loss; call patch_model without it."
-        )
-
-
-def _check_base(base: nn.Module) -> None:
-    changes = len(base._forward_hooks) > is_fsdp2(base)
-    if not torch.compiler.is_compiling():
-        changes |= any(is_of_user(each) for each in outer_forwards(base))
-    if changes:
-        raise NotImplementedError(
-            "loss_chunk_tokens takes the hidden states that the base model's own forward returns, "
-            f"got a {type(base).__name__} with a forward hook, or a forward set after patch_model; "
-            "remove it, or call patch_model without loss_chunk_tokens."
         )
 
 
@@ -118,6 +103,16 @@ def _check_call(module: Any, kwargs: dict[str, Any]) -> None:
         raise NotImplementedError(
             "loss_chunk_tokens computes the cross entropy of the next token, got a model with "
             f"another loss, {getattr(loss, '__name__', loss)}; call patch_model without it."
+        )
+    base = base_of(module)
+    changes = len(base._forward_hooks) > is_fsdp2(base)
+    if not torch.compiler.is_compiling():
+        changes |= has_forward_of_user(base, below=False)
+    if changes:
+        raise NotImplementedError(
+            "loss_chunk_tokens takes the hidden states that the base model's own forward returns, "
+            f"got a {type(base).__name__} with a forward hook, or a forward set after patch_model; "
+            "remove it, or call patch_model without loss_chunk_tokens."
         )
     if has_fused_head_of_trl(module):
         raise NotImplementedError(

@@ -12,7 +12,6 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import takewhile
 from types import CodeType, MethodType
 from typing import Any, NamedTuple
 
@@ -232,25 +231,23 @@ def _is_fused_head(function: Any) -> bool:
     return "fused_lm_head" in (getattr(function, "__kwdefaults__", None) or {})
 
 
-def own_forwards(module: nn.Module) -> list[Any]:
-    """The `forward` that the instance has below our wrapper, and what it wraps; [] for none."""
+def has_forward_of_user(module: nn.Module, *, below: bool) -> bool:
+    """Whether a `forward` of none of the libraries that keep outputs is set on the instance.
+
+    Args:
+        below: look below our wrapper; else around it.
+    """
     mark = getattr(module.forward, WRAPPER_MARK, None)
-    own = vars(module).get("forward") if mark is None else vars(module)[mark].on(module)
-    return list(of_wrappers(own))
-
-
-def outer_forwards(module: nn.Module) -> list[Any]:
-    """The functions around our wrapper, which were set after it."""
-    functions = of_wrappers(module.forward)
-    return list(takewhile(lambda x: getattr(x, "__code__", None) not in _OUR_CODE, functions))
-
-
-def is_of_user(function: Any) -> bool:
-    """Whether a `forward` is of none of the libraries that set one and keep the outputs."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    names = getattr(function, "__globals__", {"__name__": type(function).__module__})
-    return names["__name__"].partition(".")[0] not in _LIBRARIES
+    own = module.forward if mark is None or not below else vars(module)[mark].on(module)
+    for function in of_wrappers(own):
+        if getattr(function, "__code__", None) in _OUR_CODE:
+            break
+        while isinstance(function, functools.partial):
+            function = function.func
+        names = getattr(function, "__globals__", {"__name__": type(function).__module__})
+        if names["__name__"].partition(".")[0] not in _LIBRARIES:
+            return True
+    return False
 
 
 _LIBRARIES = ("flexvarlen", "transformers", "accelerate", "torch", "liger_kernel")
