@@ -279,8 +279,8 @@ def settings_that_read_logits(trainer: Any) -> dict[str, bool]:
 
 def has_known_loss(trainer: Trainer) -> bool:
     """Whether the loss is transformers' or TRL's, which accept the labels of a shard."""
-    name = getattr(trainer.compute_loss, "__module__", "")  # of the instance's, if it has one
-    return name.partition(".")[0] in ("transformers", "trl")
+    names = getattr(trainer.compute_loss, "__globals__", {})  # the instance's own, if it has one
+    return names.get("__name__", "").partition(".")[0] in ("transformers", "trl")
 
 
 def is_padded(trainer: Any) -> bool:

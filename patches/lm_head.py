@@ -65,7 +65,8 @@ class _Head:
         self._head: Any = object.__new__(type(model))
         modules = {**model._modules, base: _GivenStates(model._modules[base])}
         head = model.get_output_embeddings()
-        self.parameters = head.parameters
+        self._learning = [x for name, x in model._modules.items() if name != base]
+        self._weight = getattr(head, "weight", None)
         if any(map(is_fsdp2, head.modules())):
             modules |= {name: _Gathered(head) for name, x in modules.items() if x is head}
         copied = self._head.__dict__
@@ -73,6 +74,11 @@ class _Head:
             if name in model.__dict__:
                 copied[name] = model.__dict__[name]
         copied["_modules"] = modules
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters beside the base model's; FSDP1 may have a tensor in their place."""
+        found = [x for module in self._learning for x in module.parameters()]
+        return found if found or self._weight is None else [self._weight]
 
     def __call__(self, hidden: Tensor) -> Tensor:
         states = hidden.reshape(1, -1, hidden.shape[-1])

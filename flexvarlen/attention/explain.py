@@ -32,7 +32,7 @@ class Candidate:
         name: name of the backend.
         timing: times of a call on the host and on the device, if measured on this machine.
         reason: why it cannot serve the call, also if only in a compiled graph, or was not measured,
-            with its time in the nearest record; None if it was measured.
+            with its time in the nearest record; None if it can, and was measured.
         can: whether the backend can serve the eager call.
     """
 

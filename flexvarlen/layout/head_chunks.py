@@ -22,8 +22,6 @@ CHUNK_TOKENS = 1024
 MOST_CHUNKS = 64
 """Of a head that learns in half precision: autograd sums its gradients of chunks in that dtype."""
 
-Head = Callable[[Tensor], Tensor]
-
 
 def check_head(head: Any) -> None:
     """Raise ValueError unless `head` maps hidden states to the logits of its model."""
@@ -46,7 +44,7 @@ def check_head(head: Any) -> None:
 
 def by_chunk(
     score: Callable[..., tuple[Tensor, ...]],
-    head: Head | None,
+    head: Any,
     chunk_tokens: int | None,
     x_TH: Tensor,
     *others_T: Tensor | None,
@@ -55,34 +53,30 @@ def by_chunk(
 
     Args:
         head: maps hidden states to logits; None: `x_TH` is the logits. Its parameters must be the
-            same in the backward, if it has a method `parameters`.
+            same in the backward, if its class has a method `parameters`.
         chunk_tokens: C; None: as many as fit `CHUNK_TOKENS` and `MOST_CHUNKS`.
 
     Raises:
         ValueError: C is no positive integer, or makes too many chunks.
         RuntimeError: in the backward, parameters are not those of the forward.
     """
-    parameters: Callable[[], Iterable[Tensor]] = getattr(head, "parameters", list)
+    has_parameters = hasattr(type(head), "parameters")  # a module, or of `lm_head`
+    parameters: Callable[[], Iterable[Tensor]] = head.parameters if has_parameters else list
     chunk = _chunk_tokens(parameters(), chunk_tokens, len(x_TH))
     checks = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    in_forward: list[list[Any]] = []
+    learned = [(x, x._version) for x in parameters() if x.requires_grad] if checks else []
 
     def score_chunk(x_CH: Tensor, *others_C: Tensor | None) -> tuple[Tensor, ...]:
         logits_CV = x_CH if head is None else head(x_CH)
-        if checks:
-            # FSDP1 has other tensors in the backward, but no Parameter.
-            used = [
-                (id(x), x._version) if isinstance(x, nn.Parameter) else type(x)
-                for x in parameters()
-                if not x.is_inference()
-            ]
-            if used != (in_forward or [used])[0]:
-                raise RuntimeError(
-                    "parameters of a head must be the same in the backward, got others, or some "
-                    "that were changed in place; step the optimizer after the backward, and remove "
-                    "functional_call."
-                )
-            in_forward.append(used)
+        now = [x for x in parameters() if x.requires_grad] if learned else []
+        # As autograd checks what it saves. FSDP1 and accelerate's hooks replace these tensors.
+        changed = any(x._version != version for x, version in learned)
+        if changed or any(map(_is_of_other_call, now, (x for x, _ in learned))):
+            raise RuntimeError(
+                "parameters of a head must be the same in the backward, got some that were changed "
+                "in place, or those of another functional_call; step the optimizer, or load "
+                "weights, after the backward."
+            )
         return score(logits_CV, *others_C)
 
     xs = x_TH.split(chunk)
@@ -93,6 +87,11 @@ def by_chunk(
             for each in zip(xs, *others, strict=True)
         ]
     return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+
+
+def _is_of_other_call(now: Tensor, in_forward: Tensor) -> bool:
+    """Whether functional_call, which has ended, had put a tensor in a parameter's place."""
+    return isinstance(now, nn.Parameter) and not isinstance(in_forward, nn.Parameter)
 
 
 def _each_casts_for_itself(device_type: str) -> AbstractContextManager[Any]:

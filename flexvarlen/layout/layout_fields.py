@@ -70,7 +70,7 @@ def from_lengths(
     if total_tokens is not None and total_tokens < boundaries[-1]:
         raise ValueError(
             f"total_tokens must be at least the tokens of all documents, {boundaries[-1]}, got "
-            f"{total_tokens}; raise total_tokens."
+            f"{total_tokens}; shorten the documents, or raise total_tokens."
         )
     return _from_host(boundaries, total_tokens, require_device(device), capacity, max_seqlen_bound)
 

@@ -136,8 +136,9 @@ def token_logprobs(
             tokens that the engine kept for each next token, -1 after the last
             (`flexvarlen.sampling_masks`): the log-probabilities are then normalised over these
             alone. A token without ids keeps the whole vocabulary.
-        chunk_tokens: C, at least 1; default: 1,024. A head that learns in half precision has at
-            most 64 chunks, as autograd sums its gradients in that dtype, and a larger default.
+        chunk_tokens: C, at least 1; default: 1,024. A head with `parameters` that learn in half
+            precision has at most 64 chunks, as autograd sums their gradients in that dtype, and a
+            larger default.
 
     Returns:
         `[...]` in fp32, or fp64 of fp64 logits; 0 where the label is -100.

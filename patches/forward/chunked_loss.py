@@ -6,6 +6,9 @@ other outputs; the loss then calls the head on each chunk, and again in the back
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from flexvarlen.layout.labels import IGNORE_INDEX, LABELS, int64_labels
 from flexvarlen.parallel.sharded_parameters import is_fsdp2
 from flexvarlen.patches.attention.packed_forward import PackedForward
+from flexvarlen.patches.batch.delivery import Delivery
 from flexvarlen.patches.batch.labels import Loss, loss_of
 from flexvarlen.patches.batch.padded_batch import PaddedBatch
 from flexvarlen.patches.forward.chunk_tokens import autocast_of
@@ -50,8 +54,9 @@ def call_with_chunked_loss(
         return call_own(module, own, args, kwargs)
     _check_call(module, kwargs)
     without = {name: x for name, x in kwargs.items() if name not in _OF_LOSS}
-    outputs = call_own(module, own, args, without | {"logits_to_keep": 1})
     delivery, chunk_tokens = context.delivery, module.__dict__[ATTRIBUTE].loss_chunk_tokens
+    with _changes_seen(base_of(module), delivery):
+        outputs = call_own(module, own, args, without | {"logits_to_keep": 1})
     hidden, delivery.hidden_states = delivery.hidden_states, None
     assert hidden is not None
     loss = _loss_of_labels(kwargs, hidden.device) if of_row is None else of_row
@@ -84,6 +89,40 @@ def _loss_of_labels(kwargs: dict[str, Any], device: torch.device) -> Loss:
     return loss_of(labels, torch.ones_like(labels), count)
 
 
+def _changes_seen(base: nn.Module, delivery: Delivery) -> AbstractContextManager[None]:
+    """Deliver what hooks, or a `forward` around ours, make of the base model's hidden states.
+
+    Raises:
+        NotImplementedError: a compiled graph of a base model with forward hooks. (It does not tell
+            who set a `forward`.)
+    """
+    has_hooks = len(base._forward_hooks) > is_fsdp2(base)
+    if torch.compiler.is_compiling():
+        if has_hooks:
+            raise NotImplementedError(
+                "loss_chunk_tokens in a compiled graph takes the hidden states of the base model's "
+                f"own forward, got a {type(base).__name__} with a forward hook; remove it, or call "
+                "patch_model without loss_chunk_tokens."
+            )
+        return nullcontext()
+    if has_hooks or has_forward_of_user(base, below=False):
+        return _last_hook(base, delivery)
+    return nullcontext()
+
+
+@contextmanager
+def _last_hook(base: nn.Module, delivery: Delivery) -> Iterator[None]:
+    def keep(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if get_ident() == thread:
+            delivery.hidden_states = outputs["last_hidden_state"]
+
+    thread, handle = get_ident(), base.register_forward_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def check_forward(model: nn.Module) -> None:
     """Refuse a model whose instance has another `forward`, which may add to the loss.
 
@@ -103,16 +142,6 @@ def _check_call(module: Any, kwargs: dict[str, Any]) -> None:
         raise NotImplementedError(
             "loss_chunk_tokens computes the cross entropy of the next token, got a model with "
             f"another loss, {getattr(loss, '__name__', loss)}; call patch_model without it."
-        )
-    base = base_of(module)
-    changes = len(base._forward_hooks) > is_fsdp2(base)
-    if not torch.compiler.is_compiling():
-        changes |= has_forward_of_user(base, below=False)
-    if changes:
-        raise NotImplementedError(
-            "loss_chunk_tokens takes the hidden states that the base model's own forward returns, "
-            f"got a {type(base).__name__} with a forward hook, or a forward set after patch_model; "
-            "remove it, or call patch_model without loss_chunk_tokens."
         )
     if has_fused_head_of_trl(module):
         raise NotImplementedError(

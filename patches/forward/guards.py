@@ -35,11 +35,12 @@ def _guard_predictions(module: ModuleType) -> None:
 
     @functools.wraps(prediction_step)
     def guarded(
-        self: Any, model: nn.Module, inputs: Any, loss_only: bool, *args: Any, **kwargs: Any
+        self: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kw: Any
     ) -> Any:
-        if not loss_only and inputs.get("labels") is not None:
+        takes_labels = self.label_smoother is None and self.compute_loss_func is None
+        if not prediction_loss_only and takes_labels and inputs.get("labels") is not None:
             _require_logits(model)
-        found = prediction_step(self, model, inputs, loss_only, *args, **kwargs)
+        found = prediction_step(self, model, inputs, prediction_loss_only, *args, **kw)
         if _gives_documents(model):
             logits = next(iter(found[1]), None) if isinstance(found[1], tuple) else found[1]
             ids = inputs.get("input_ids", inputs.get("inputs_embeds"))

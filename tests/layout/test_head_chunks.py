@@ -65,11 +65,7 @@ def change_in_place(head):
         head.weight.mul_(2)
 
 
-def replace(head):
-    head.weight = nn.Parameter(head.weight.detach().clone())
-
-
-@pytest.mark.parametrize("change", [change_in_place, replace, nullcontext])
+@pytest.mark.parametrize("change", [change_in_place, nullcontext])
 def test_parameters_that_change_before_the_backward(change):
     head = head_of()
     loss = loss_of(head, 100)
@@ -94,5 +90,5 @@ def test_parameters_of_one_call():
 
     others = {"head.weight": (2 * head.weight.detach()).requires_grad_()}
     loss = torch.func.functional_call(Model(), others)
-    with pytest.raises(RuntimeError, match="remove functional_call"):
+    with pytest.raises(RuntimeError, match="another functional_call"):
         loss.backward()

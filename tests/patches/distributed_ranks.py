@@ -241,6 +241,7 @@ CASES = {
     "fsdp2_decodes_and_is_unpatched": Case((patch, fsdp2), train=decoded),
     "fsdp1": Case((patch, fsdp1)),
     "fsdp1_patched_after": Case((fsdp1, patch), "packed_layout"),
+    "fsdp1_loss_in_chunks": Case((loss_in_chunks, fsdp1)),
     "fsdp1_checkpointing": Case((patch, checkpointing, fsdp1), "cu_seq_lens"),
     "fsdp1_mlp_in_chunks": Case((in_chunks, checkpointing, fsdp1)),
     "accelerate_fsdp2": Case((patch, fsdp2_by_accelerate)),
