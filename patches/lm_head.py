@@ -65,7 +65,7 @@ class _Head:
         self._head: Any = object.__new__(type(model))
         modules = {**model._modules, base: _GivenStates(model._modules[base])}
         head = model.get_output_embeddings()
-        self._learning = [x for name, x in model._modules.items() if name != base]
+        self._learning = [x for name, x in modules.items() if name != base]
         self._weight = getattr(head, "weight", None)
         if any(map(is_fsdp2, head.modules())):
             modules |= {name: _Gathered(head) for name, x in modules.items() if x is head}

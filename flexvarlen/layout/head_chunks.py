@@ -53,15 +53,14 @@ def by_chunk(
 
     Args:
         head: maps hidden states to logits; None: `x_TH` is the logits. Its parameters must be the
-            same in the backward, if its class has a method `parameters`.
+            same in the backward, if it has a method `parameters`.
         chunk_tokens: C; None: as many as fit `CHUNK_TOKENS` and `MOST_CHUNKS`.
 
     Raises:
         ValueError: C is no positive integer, or makes too many chunks.
         RuntimeError: in the backward, parameters are not those of the forward.
     """
-    has_parameters = hasattr(type(head), "parameters")  # a module, or of `lm_head`
-    parameters: Callable[[], Iterable[Tensor]] = head.parameters if has_parameters else list
+    parameters: Callable[[], Iterable[Tensor]] = getattr(head, "parameters", list)
     chunk = _chunk_tokens(parameters(), chunk_tokens, len(x_TH))
     checks = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     learned = [(x, x._version) for x in parameters() if x.requires_grad] if checks else []
