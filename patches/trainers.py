@@ -174,13 +174,13 @@ def _unpad_models(trainer: Any, backend: BackendChoice, options: dict[str, Any])
             undo.enter_context(trainer.accelerator.autocast())
         for model in _models(trainer):
             undo.callback(restore, model, current_patch(model))
-            others = {} if model is trainer.model else _not_of_others(model)
+            others = {} if model is trainer.model else _options_of_others(model)
             patch_model(model, backend, unpad=True, **options | others)
         undo.pop_all()
 
 
-def _not_of_others(model: nn.Module) -> dict[str, Any]:
-    """The options that a model beside the policy does not take, with their defaults."""
+def _options_of_others(model: nn.Module) -> dict[str, Any]:
+    """The options that a model beside the policy does not get, with their defaults."""
     parts = ModelParts.of(transformers_model(model))
     options: dict[str, Any] = {"loss_chunk_tokens": None}  # its logits are read
     if parts.head.pools:  # scores of documents

@@ -20,7 +20,7 @@ BARE_HEAD = "_flexvarlen_bare_head"
 
 CHUNK_TOKENS = 1024
 MOST_CHUNKS = 64
-"""Of a head that learns in half precision: autograd sums its gradients of chunks in that dtype."""
+"""The most chunks of a head that learns in half precision, in which autograd sums its gradients."""
 
 
 def check_head(head: Any) -> None:
@@ -49,7 +49,7 @@ def by_chunk(
     x_TH: Tensor,
     *others_T: Tensor | None,
 ) -> list[Tensor]:
-    """What `score` returns of logits `[C, V]` and C of each of the others, joined to `[T]` each.
+    """The scores `[T]` of all tokens, by `score(logits_CV, *others_C)` of one chunk after another.
 
     Args:
         head: maps hidden states to logits; None: `x_TH` is the logits. Its parameters must be the
@@ -80,7 +80,7 @@ def by_chunk(
 
     xs = x_TH.split(chunk)
     others = [[None] * len(xs) if x is None else x.split(chunk) for x in others_T]
-    with _each_casts_for_itself(x_TH.device.type):
+    with _autocast_without_cache(x_TH.device.type):
         chunks = [
             checkpoint(score_chunk, *each, use_reentrant=False)
             for each in zip(xs, *others, strict=True)
@@ -93,7 +93,7 @@ def _is_of_other_call(now: Tensor, in_forward: Tensor) -> bool:
     return isinstance(now, nn.Parameter) and not isinstance(in_forward, nn.Parameter)
 
 
-def _each_casts_for_itself(device_type: str) -> AbstractContextManager[Any]:
+def _autocast_without_cache(device_type: str) -> AbstractContextManager[Any]:
     """Autocast without its cache, in which all chunks would share one cast of the weights.
 
     Their gradients would be summed in the low precision of that cast.
