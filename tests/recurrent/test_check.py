@@ -78,7 +78,7 @@ def compared(monkeypatch, tmp_path):
     """The scans that are compared, on a machine of its own."""
     found = []
     monkeypatch.setenv("FLEXVARLEN_CACHE", str(tmp_path))
-    monkeypatch.setattr(check.keys, "machine", lambda device: "a machine")
+    monkeypatch.setattr(check.cache_keys, "machine", lambda device: "a machine")
     monkeypatch.setattr(check, "why_nothing_runs", lambda device: None)
     monkeypatch.setattr(check, "in_own_thread", lambda device, work: work())
     monkeypatch.setattr(check, "in_own_threads", lambda device, works: [x() for x in works])

@@ -21,7 +21,8 @@ from flexvarlen.patches.models.families import BY_TYPE
 from flexvarlen.patches.models.layers import dense_mlps
 from flexvarlen.patches.parts import ModelParts
 from tests.contract_oracle import gradients_of
-from tests.patches.forward.test_chunked_loss import padded, rows, trainer_of
+from tests.patches.forward.test_chunked_loss import padded, rows
+from tests.patches.forward.test_chunked_loss_trainers import trainer_of
 from tests.patches.kinds import KINDS, assert_learned_alone, row_of
 from tests.slow import with_slow
 from tests.tiny_models import new_model
